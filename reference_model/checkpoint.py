@@ -1,0 +1,139 @@
+"""A trained model in one file: weights, configuration, vocabularies, special ids, generation defaults.
+
+The file is read with `torch.load(weights_only=True)`: it holds tensors, numbers, strings, lists and dictionaries,
+and nothing in it is ever executed.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reference_model.config import TransformerConfig
+from reference_model.model import Transformer
+from reference_model.vocabulary import Vocabulary
+
+FORMAT = "reference_model"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecialIds:
+    """The ids that are not text. Both vocabularies use the same ones.
+
+    Attributes:
+        pad: fills the end of short sequences.
+        bos: what the decoder starts from.
+        eos: ends a target.
+        source_ends_with_eos: the model was trained on sources that end with eos.
+    """
+
+    pad: int = 0
+    bos: int = 1
+    eos: int = 2
+    source_ends_with_eos: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationDefaults:
+    """How the model is meant to be decoded.
+
+    Attributes:
+        max_length: the longest target, end token included.
+        beam_size: hypotheses kept at each step; 1 is greedy.
+        length_penalty: a hypothesis is ranked by its log-probability / length ** length_penalty.
+    """
+
+    max_length: int
+    beam_size: int = 1
+    length_penalty: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What a checkpoint file holds. `training` tells where the weights come from: steps, losses, the command."""
+
+    model: Transformer
+    source_vocabulary: Vocabulary | None
+    target_vocabulary: Vocabulary | None
+    special_ids: SpecialIds
+    generation: GenerationDefaults
+    training: dict[str, Any] = field(default_factory=dict)
+
+
+def write_atomically(state: dict[str, Any], path: Path) -> None:
+    """`torch.save` to a temporary file beside `path`, then rename: the file is whole or is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def save_checkpoint(checkpoint: Checkpoint, path: str | Path, *, half: bool = False) -> None:
+    """Write a checkpoint.
+
+    Args:
+        checkpoint: what to write.
+        path: the file.
+        half: store float weights in fp16, half the size; they are computed with in fp32 all the same.
+    """
+    weights = {
+        name: tensor.half() if half and tensor.is_floating_point() else tensor
+        for name, tensor in checkpoint.model.state_dict().items()
+    }
+    vocabularies = (checkpoint.source_vocabulary, checkpoint.target_vocabulary)
+    state = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "config": asdict(checkpoint.model.config),
+        "weights": weights,
+        "vocabularies": [v and {**asdict(v), "tokens": list(v.tokens)} for v in vocabularies],
+        "special_ids": asdict(checkpoint.special_ids),
+        "generation": asdict(checkpoint.generation),
+        "training": checkpoint.training,
+    }
+    write_atomically(state, Path(path))
+
+
+def load_checkpoint(path: str | Path) -> Checkpoint:
+    """Read a checkpoint, the model in fp32 and evaluation mode.
+
+    Raises:
+        ValueError: the file is a checkpoint of another kind or version, or its weights do not fit its configuration.
+        pickle.UnpicklingError: the file needs code to be executed, or is not a checkpoint at all.
+        RuntimeError: the file is damaged, or its weights do not fit its configuration.
+    """
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    return checkpoint_from_state(state)
+
+
+def checkpoint_from_state(state: Any) -> Checkpoint:
+    """The checkpoint that the contents of a file describe."""
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise ValueError(f"expected a checkpoint with format {FORMAT!r}")
+    if state["format_version"] > FORMAT_VERSION:
+        raise ValueError(f"expected format_version {FORMAT_VERSION} or older, found {state['format_version']}")
+    model = Transformer(TransformerConfig(**state["config"]))
+    model.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in state["weights"].items()})
+    source, target = (v and Vocabulary(tuple(v["tokens"]), v["split"], v["lowercase"]) for v in state["vocabularies"])
+    return Checkpoint(
+        model=model.eval(),
+        source_vocabulary=source,
+        target_vocabulary=target,
+        special_ids=SpecialIds(**state["special_ids"]),
+        generation=GenerationDefaults(**state["generation"]),
+        training=state["training"],
+    )

@@ -1,0 +1,331 @@
+"""The bundle: a folder with everything that a service needs to run a model, and a manifest that vouches for it.
+
+    tfm_bundle/
+      bundle.json       the manifest
+      tokenizer/        whatever turns text into ids and back
+      onnx/<variant>/   encoder.onnx, decoder_step.onnx and their weights
+      golden.jsonl      inputs with what PyTorch gave for them
+      reports/          what was measured
+
+Nothing half-written is ever seen: a new bundle is made in a sibling folder and renamed, a file that joins an existing
+one is renamed into place before the manifest that names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from tfm_export.errors import BundleError
+from tfm_export.graph import Dimensions
+
+FORMAT_VERSION = 1
+MANIFEST = "bundle.json"
+GOLDEN = "golden.jsonl"
+TOKENIZER = "tokenizer"
+DEFAULT_PATH = Path("tfm_bundle")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The longest sequences a model takes.
+
+    Attributes:
+        max_source_length: tokens of a source, its end token included.
+        max_target_length: tokens of a target, the start token not counted, the end token included; positions
+            0..max_target_length-1 are all in the position table.
+    """
+
+    max_source_length: int
+    max_target_length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecialIds:
+    """The ids that are not text.
+
+    Attributes:
+        pad: fills the end of short sources.
+        bos: what the decoder starts from.
+        eos: ends a target.
+        source_ends_with_eos: sources get the end token appended.
+        unk: stands for unknown tokens; None where the vocabulary has no such token.
+    """
+
+    pad: int
+    bos: int
+    eos: int
+    source_ends_with_eos: bool
+    unk: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationDefaults:
+    """How the model is decoded unless a request says otherwise.
+
+    Attributes:
+        max_length: the longest target, end token included.
+        beam_size: hypotheses kept at each step; 1 is greedy.
+        length_penalty: the exponent by which a hypothesis's length divides its score.
+    """
+
+    max_length: int
+    beam_size: int = 1
+    length_penalty: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """What the manifest says of a file: how to tell that it is the right one, and what it is for."""
+
+    sha256: str
+    bytes: int
+    purpose: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The contents of bundle.json.
+
+    Attributes:
+        dimensions: the sizes that the graphs show.
+        limits: the longest sequences.
+        special_ids: the ids that are not text.
+        generation: decoding defaults.
+        variants: the precisions under onnx/, each with facts about its making.
+        golden: number of golden inputs, and whether they are synthetic.
+        model: the model's configuration as its checkpoint gave it, for people.
+        tools: versions of what made the bundle.
+        files: every file but the manifest, by path relative to the bundle.
+        engines: TensorRT engines by name.
+    """
+
+    dimensions: Dimensions
+    limits: Limits
+    special_ids: SpecialIds
+    generation: GenerationDefaults
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    golden: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    tools: dict[str, str] = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    engines: dict[str, dict[str, Any]] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    def to_json(self) -> str:
+        """The text of bundle.json."""
+        state = asdict(self)
+        return json.dumps({"format_version": state.pop("format_version"), **state}, indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, path: Path) -> Manifest:
+        """Read bundle.json.
+
+        Args:
+            text: its contents.
+            path: its path, for messages.
+
+        Raises:
+            BundleError: it is not JSON, is of a newer format, or lacks a field or has one that it should not.
+        """
+        try:
+            state = json.loads(text)
+        except ValueError as problem:
+            raise BundleError(f"{path} is not JSON: {problem}", "export the bundle again") from None
+        version = state.get("format_version") if isinstance(state, dict) else None
+        if not isinstance(version, int):
+            raise BundleError(f"{path} has no format_version: it is not the manifest of a bundle")
+        if version > FORMAT_VERSION:
+            raise BundleError(
+                f"{path} has format version {version}; this tfm-export reads up to {FORMAT_VERSION}",
+                "update tfm-export, or export the bundle again with this version",
+            )
+        try:
+            return cls(
+                **{
+                    **state,
+                    "dimensions": Dimensions(**state["dimensions"]),
+                    "limits": Limits(**state["limits"]),
+                    "special_ids": SpecialIds(**state["special_ids"]),
+                    "generation": GenerationDefaults(**state["generation"]),
+                    "files": {name: FileEntry(**entry) for name, entry in state["files"].items()},
+                }
+            )
+        except (KeyError, TypeError, AttributeError) as problem:
+            expected = ", ".join(f.name for f in fields(cls))
+            raise BundleError(
+                f"{path} does not have the fields of a manifest ({expected}): {problem}", "export the bundle again"
+            ) from None
+
+
+def file_hash(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Bundle:
+    """A bundle on disk.
+
+    Attributes:
+        path: its folder.
+        manifest: what bundle.json says.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+
+    @classmethod
+    def open(cls, path: str | Path, *, check_hashes: bool = True) -> Bundle:
+        """Read a bundle's manifest and check its files.
+
+        Args:
+            path: the folder.
+            check_hashes: read every file and compare its hash; otherwise only presence and size are checked.
+
+        Raises:
+            BundleError: naming every file that is missing or altered.
+        """
+        path = Path(path)
+        manifest_path = path / MANIFEST
+        try:
+            text = manifest_path.read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            raise BundleError(
+                f"{path} is not a bundle: it has no {MANIFEST}", "tfm-export onnx CHECKPOINT makes one"
+            ) from None
+        except UnicodeDecodeError:
+            raise BundleError(f"{manifest_path} is not text in UTF-8", "export the bundle again") from None
+        bundle = cls(path, Manifest.from_json(text, manifest_path))
+        problems = [p for name in bundle.manifest.files if (p := bundle._problem_of(name, check_hashes))]
+        if problems:
+            raise BundleError(problems, "export the bundle again, or copy it again with all its files")
+        return bundle
+
+    def _problem_of(self, name: str, check_hash: bool) -> str | None:
+        entry, path = self.manifest.files[name], self.path / name
+        if not path.resolve().is_relative_to(self.path.resolve()):
+            return f"{name} points outside the bundle"
+        if not path.is_file():
+            return f"{name} is missing ({entry.purpose})"
+        if path.stat().st_size != entry.bytes:
+            return f"{name} should have {entry.bytes:,} bytes, but has {path.stat().st_size:,}"
+        if check_hash and file_hash(path) != entry.sha256:
+            return f"{name} was altered: its SHA-256 is not the one in {MANIFEST}"
+        return None
+
+    def variant_path(self, variant: str) -> Path:
+        """The folder of a variant's graphs.
+
+        Raises:
+            BundleError: the bundle has no such variant.
+        """
+        if variant not in self.manifest.variants:
+            found = ", ".join(self.manifest.variants) or "none"
+            raise BundleError(f"{self.path} has no variant {variant!r}; it has {found}")
+        return self.path / "onnx" / variant
+
+    def add_files(self, purposes: dict[str, str]) -> None:
+        """Put files that lie in the bundle's folder into the manifest in memory; `save` writes it.
+
+        Args:
+            purposes: what each file is for, by its path relative to the bundle.
+        """
+        entries = {
+            name: FileEntry(
+                sha256=file_hash(self.path / name), bytes=(self.path / name).stat().st_size, purpose=purpose
+            )
+            for name, purpose in purposes.items()
+        }
+        self.manifest = replace(self.manifest, files={**self.manifest.files, **entries})
+
+    def save(self) -> None:
+        """Write the manifest, whole or not at all."""
+        write_text(self.path / MANIFEST, self.manifest.to_json())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file so that it is there whole or not at all, and readable by every user."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def check_target(path: Path, *, force: bool) -> None:
+    """Make sure that a new bundle may be written to `path`; called before any work is done.
+
+    Raises:
+        BundleError: something is there and may not be overwritten, or the folder around it cannot be written to.
+    """
+    if path.exists() and not force:
+        raise BundleError(f"{path} exists", "--force to replace it, or another folder with -o")
+    if path.exists() and not (path / MANIFEST).is_file() and (path.is_file() or any(path.iterdir())):
+        raise BundleError(
+            f"{path} exists and is not a bundle: it is not replaced even with --force", "another folder with -o"
+        )
+    parent = path.resolve().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not os.access(parent, os.W_OK):
+        raise BundleError(f"{parent} cannot be written to", "another folder with -o")
+
+
+@contextmanager
+def new_bundle(path: Path, manifest: Manifest, *, force: bool) -> Iterator[Bundle]:
+    """A bundle to fill, in a sibling folder that takes the place of `path` when the block ends without an error.
+
+    Args:
+        path: where the bundle will be.
+        manifest: what is known of it so far.
+        force: replace a bundle that is there.
+
+    Raises:
+        BundleError: see `check_target`; or the disk is full.
+    """
+    check_target(path, force=force)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(dir=path.resolve().parent, prefix=f".{path.name}."))
+    try:
+        bundle = Bundle(staging, manifest)
+        yield bundle
+        bundle.save()
+        os.chmod(staging, 0o755)
+        _put_in_place(staging, path, force)
+    except OSError as problem:
+        free = shutil.disk_usage(staging.parent).free
+        raise BundleError(
+            f"{path} could not be written: {problem} ({free / 1e6:,.0f} MB free there)", "make room, or use another disk with -o"
+        ) from problem
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _put_in_place(staging: Path, path: Path, force: bool) -> None:
+    check_target(path, force=force)  # somebody else may have been faster
+    if not path.exists():
+        os.rename(staging, path)
+        return
+    old = Path(tempfile.mkdtemp(dir=staging.parent, prefix=f".{path.name}.old."))
+    os.rename(path, old / path.name)
+    try:
+        os.rename(staging, path)
+    except BaseException:
+        os.rename(old / path.name, path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,99 @@
+"""The one table of graph inputs and outputs: names, dtypes, axes.
+
+Exporter, runtimes, verification and engines all read it. Axes: batch (B sentences), query (Q target tokens of this
+step), source (S), capacity (C cache slots); a number is a fixed size. Masks are bool, True means "may attend".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OPSET = 24
+IR_VERSION = 11
+ENCODER = "encoder.onnx"
+DECODER_STEP = "decoder_step.onnx"
+WEIGHTS = "weights.bin"
+
+Axis = str | int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimensions:
+    """The sizes of a model that its graphs show.
+
+    Attributes:
+        source_vocabulary_size: one more than the largest source id.
+        target_vocabulary_size: V.
+        decoder_layers: each has a self-attention cache and a cross-attention key and value.
+        heads: H.
+        head_size: D.
+        candidates: N, how many of the best tokens a step names.
+    """
+
+    source_vocabulary_size: int
+    target_vocabulary_size: int
+    decoder_layers: int
+    heads: int
+    head_size: int
+    candidates: int
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One graph input or output."""
+
+    name: str
+    dtype: str
+    axes: tuple[Axis, ...]
+
+
+def self_cache_names(dimensions: Dimensions) -> list[str]:
+    """The decoder step's cache inputs, in order; the output of each is named with `_out` after it."""
+    return [f"self_{part}_{i}" for i in range(dimensions.decoder_layers) for part in ("key", "value")]
+
+
+def cross_names(dimensions: Dimensions) -> list[str]:
+    """The encoder's outputs, which are inputs of the decoder step."""
+    return [f"cross_{part}_{i}" for i in range(dimensions.decoder_layers) for part in ("key", "value")]
+
+
+def cache_output_name(cache: str) -> str:
+    """The decoder step's output that holds a cache after the step: the same buffer, updated in place."""
+    return f"{cache}_out"
+
+
+def encoder_inputs() -> list[TensorSpec]:
+    """What encoder.onnx takes."""
+    return [TensorSpec("source_ids", "int64", ("batch", "source")), TensorSpec("source_mask", "bool", ("batch", "source"))]
+
+
+def encoder_outputs(dimensions: Dimensions, float_type: str = "float32") -> list[TensorSpec]:
+    """What encoder.onnx gives: the cross-attention key and value of every decoder layer."""
+    axes: tuple[Axis, ...] = ("batch", dimensions.heads, "source", dimensions.head_size)
+    return [TensorSpec(name, float_type, axes) for name in cross_names(dimensions)]
+
+
+def decoder_step_inputs(dimensions: Dimensions, float_type: str = "float32") -> list[TensorSpec]:
+    """What decoder_step.onnx takes."""
+    cache: tuple[Axis, ...] = ("batch", dimensions.heads, "capacity", dimensions.head_size)
+    return [
+        TensorSpec("target_ids", "int64", ("batch", "query")),
+        TensorSpec("positions", "int64", ("batch", "query")),
+        TensorSpec("write_index", "int64", ("batch",)),
+        TensorSpec("self_mask", "bool", ("batch", 1, "query", "capacity")),
+        TensorSpec("source_mask", "bool", ("batch", "source")),
+        *(TensorSpec(name, float_type, cache) for name in self_cache_names(dimensions)),
+        *encoder_outputs(dimensions, float_type),
+    ]
+
+
+def decoder_step_outputs(dimensions: Dimensions, float_type: str = "float32") -> list[TensorSpec]:
+    """What decoder_step.onnx gives. Log-probabilities are float32 whatever the caches are."""
+    top: tuple[Axis, ...] = ("batch", "query", dimensions.candidates)
+    cache: tuple[Axis, ...] = ("batch", dimensions.heads, "capacity", dimensions.head_size)
+    return [
+        TensorSpec("log_probs", "float32", ("batch", "query", dimensions.target_vocabulary_size)),
+        TensorSpec("top_log_probs", "float32", top),
+        TensorSpec("top_ids", "int64", top),
+        *(TensorSpec(cache_output_name(name), float_type, cache) for name in self_cache_names(dimensions)),
+    ]

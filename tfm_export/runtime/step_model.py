@@ -1,0 +1,120 @@
+"""The seam between decoding and the backends: what every runtime gives, and all that decoding may use.
+
+Shapes: B sentences, S source length, Q target tokens of a step, C cache slots a sentence, V target vocabulary,
+N candidates. Arrays are numpy's, on the host; keys and values stay where the backend keeps them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfm_export.bundle import Limits
+from tfm_export.graph import Dimensions
+
+Ids = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step says about the token after each query.
+
+    Attributes:
+        top_log_probs: [B, Q, N], the best first.
+        top_ids: [B, Q, N], the token of each.
+        log_probs: [B, Q, V] if they were fetched.
+
+    The arrays may be overwritten by the next step of the same `Sentences`: copy what must last.
+    """
+
+    top_log_probs: Floats
+    top_ids: Ids
+    log_probs: Floats | None
+
+
+class Sentences(Protocol):
+    """A batch of sentences being decoded: their cross-attention keys and values, and their append-only caches.
+
+    Row i is a sentence. All rows have the same source length and capacity. Caches hold finite numbers from the start.
+    Not to be used by two threads at once.
+    """
+
+    @property
+    def size(self) -> int:
+        """B: rows in use."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """C: slots of each row."""
+        ...
+
+    def step(
+        self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, full: bool = False
+    ) -> StepOutput:
+        """Write Q tokens into the cache and say what may follow each.
+
+        Args:
+            target_ids: [B, Q].
+            positions: [B, Q], each token's place in its target; the start token has 0.
+            write_index: [B], the slot of each row's first query; write_index + Q must not pass the capacity.
+            self_mask: [B, 1, Q, C], the slots each query sees; at least one.
+            full: fetch log_probs too.
+
+        Raises:
+            RequestError: an array of another shape, a slot or position or id out of range, a query that sees nothing.
+            NumericError: a best log-probability that is not finite.
+        """
+        ...
+
+    def grow(self, capacity: int) -> None:
+        """Give every row `capacity` slots, keeping what is written and zeroing the rest."""
+        ...
+
+    def move(self, source: int, target: int) -> None:
+        """Copy row `source` over row `target`: its keys, values and source mask."""
+        ...
+
+    def shrink(self, size: int) -> None:
+        """Keep the first `size` rows."""
+        ...
+
+    def append(self, other: Sentences) -> None:
+        """Copy the rows of freshly encoded sentences of the same model behind this batch's rows.
+
+        The shorter sources of the two are padded (zeros, source mask False); the new rows get this batch's capacity.
+        """
+        ...
+
+
+class StepModel(Protocol):
+    """A model ready to run on some backend. Safe to use from several threads."""
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """The sizes that the graphs show."""
+        ...
+
+    @property
+    def limits(self) -> Limits:
+        """The longest sequences."""
+        ...
+
+    def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> Sentences:
+        """Run the encoder on a padded batch and set up its caches.
+
+        Args:
+            source_ids: [B, S].
+            source_mask: [B, S], False at padding; every row has at least one True.
+            capacity: slots of each row to begin with.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what the backend holds."""
+        ...
