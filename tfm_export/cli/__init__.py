@@ -1,0 +1,77 @@
+"""The command line: one file per command; each parses, calls one function of the library and prints.
+
+A command's module exposes `command` and is imported when the command is used or its help is shown, so it may import
+only what the base install has; heavy libraries come in when the command runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import click
+
+from tfm_export.errors import TfmExportError
+
+COMMANDS = {
+    "onnx": "tfm_export.cli.onnx",
+    "verify": "tfm_export.cli.verify",
+    "run": "tfm_export.cli.run",
+    "inspect": "tfm_export.cli.inspect",
+    "completion": "tfm_export.cli.completion",
+}
+
+INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+
+
+class CommandGroup(click.Group):
+    """Imports a command's module when the command is asked for, and turns our errors into messages."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 (click's signature)
+        """The commands in the order of `COMMANDS`."""
+        return [name for name, module in COMMANDS.items() if importlib.util.find_spec(module)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name, if there is one."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command: click.Command = importlib.import_module(COMMANDS[cmd_name]).command
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; errors that are not a `TfmExportError` keep their traceback."""
+        try:
+            return super().invoke(ctx)
+        except TfmExportError as error:
+            print_error(error)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo(err=True)  # end the line that the terminal's ^C stands on
+            ctx.exit(INTERRUPTED)
+
+
+def print_error(error: TfmExportError) -> None:
+    """Print an error's message to standard error, the word "Error" in red on a terminal."""
+    colour = False if os.environ.get("NO_COLOR") else None  # None: if it is a terminal
+    click.echo(f"{click.style('Error:', fg='red', bold=True)} {error}", err=True, color=colour)
+
+
+@click.group("tfm-export", cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="tfm-export", prog_name="tfm-export")
+def cli() -> None:
+    """Take a trained encoder-decoder Transformer from PyTorch into production.
+
+    \b
+    Example:
+      tfm-export onnx checkpoint.pt --inputs lines.txt
+      tfm-export run tfm_bundle "some text"
+
+    Exit codes: 0 all is well, 1 an error that you can mend, 2 wrong usage, 3 what comes out is not what PyTorch says.
+    """
+
+
+def main() -> None:
+    """The entry point of the `tfm-export` script."""
+    cli(prog_name="tfm-export")

@@ -1,0 +1,25 @@
+"""Arguments and options that several commands share, as decorators, so that they mean the same everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from tfm_export.bundle import DEFAULT_PATH
+
+bundle_argument = click.argument(
+    "bundle", metavar="[BUNDLE]", type=click.Path(path_type=Path), default=DEFAULT_PATH, required=False
+)
+"""The bundle to work on: `bundle: Path`, ./tfm_bundle if none is given."""
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text for people.")
+"""`as_json: bool`."""
+
+force_option = click.option("--force", is_flag=True, help="Replace what is there.")
+"""`force: bool`."""
+
+threads_option = click.option(
+    "--threads", type=click.IntRange(min=1), help="Threads to compute with.  [default: the CPUs this process may use]"
+)
+"""`threads: int | None`; None leaves the number to the runtime."""
