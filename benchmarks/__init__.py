@@ -1,0 +1,1 @@
+"""What tfm-export is measured against, and how."""

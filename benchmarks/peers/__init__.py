@@ -1,0 +1,1 @@
+"""Other ways to run the same weights: what we are compared with, in speed and in tokens."""

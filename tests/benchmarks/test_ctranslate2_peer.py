@@ -1,0 +1,123 @@
+"""CTranslate2 built from our weights says what the reference says: only then is it a peer, and an oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from reference_model import search
+from reference_model.checkpoint import Checkpoint, GenerationDefaults, SpecialIds
+from reference_model.config import TransformerConfig
+from reference_model.model import Transformer
+from reference_model.vocabulary import Vocabulary
+
+pytest.importorskip("ctranslate2")
+
+from benchmarks.peers.ctranslate2 import Peer, build, translate  # noqa: E402
+
+SPECIAL = SpecialIds()
+LENGTH = 12
+CONFIGURATIONS = {
+    "post-norm": {},
+    "pre-norm": {"norm_first": True, "final_norm": True, "activation": "gelu"},
+    "pre-norm without final norm, shared": {"norm_first": True, "share_embeddings": True, "tie_projection": True},
+    "post-norm with final norm, tied": {"final_norm": True, "tie_projection": True, "activation": "gelu"},
+}
+
+
+def random_model(**fields: object) -> Transformer:
+    """Unequal depths, an unusual epsilon, no weight at its initial 0 or 1."""
+    torch.manual_seed(0)
+    sizes = {"source_vocabulary_size": 30, "target_vocabulary_size": 30 if "share_embeddings" in fields else 37}
+    config = TransformerConfig.preset(
+        "tiny", **{**sizes, "encoder_layers": 3, "decoder_layers": 2, "layer_norm_epsilon": 1e-3, **fields}
+    )
+    model = Transformer(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.dim() == 1 else 0.02))
+        # Scores that hang on the latest token, so that targets vary; an end token that comes to some of them.
+        model.target_embedding.weight.mul_(4)
+        model.projection.weight[SPECIAL.eos] *= 1.5
+    return model
+
+
+def random_sources() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 30, (n,), generator=generator).tolist() for n in (4, 9, 1, 6, 12, 3, 3, 7)]
+
+
+def reference_greedy(model: Transformer, sources: list[list[int]]) -> list[search.Hypothesis]:
+    width = max(map(len, sources))
+    ids = torch.tensor([source + [SPECIAL.pad] * (width - len(source)) for source in sources])
+    mask = torch.arange(width) < torch.tensor([[len(source)] for source in sources])
+    return search.greedy(model, ids, mask, SPECIAL, LENGTH)
+
+
+@pytest.mark.parametrize("fields", CONFIGURATIONS.values(), ids=CONFIGURATIONS.keys())
+def test_greedy_gives_the_tokens_and_scores_of_the_reference(fields: dict[str, object], tmp_path: Path) -> None:
+    model, sources = random_model(**fields), random_sources()
+    expected = reference_greedy(model, sources)
+    with Peer(build(model, tmp_path), threads=1) as peer:
+        found = peer.translate(sources, max_decoding_length=LENGTH, return_scores=True, length_penalty=0)
+    assert [hypotheses[0].tokens for hypotheses in found] == [hypothesis.tokens for hypothesis in expected]
+    assert [hypotheses[0].score for hypotheses in found] == pytest.approx([h.score for h in expected], abs=1e-4)
+
+
+def test_the_cases_above_vary() -> None:
+    cases = [
+        h for fields in CONFIGURATIONS.values() for h in reference_greedy(random_model(**fields), random_sources())
+    ]
+    assert {hypothesis.finished for hypothesis in cases} == {True, False}
+    assert len({tuple(hypothesis.tokens) for hypothesis in cases}) > len(cases) / 2
+
+
+def test_beam_gives_the_n_best_list_of_the_reference(tmp_path: Path) -> None:
+    model, source = random_model(), random_sources()[1]
+    expected = search.beam(model, torch.tensor(source), SPECIAL, LENGTH, beam_size=3)
+    found = translate(
+        build(model, tmp_path), [source], beam_size=3, num_hypotheses=3, max_decoding_length=LENGTH, return_scores=True
+    )[0]
+    assert [h.tokens for h in found] == [h.tokens for h in expected]
+    assert [h.score for h in found] == pytest.approx([h.normalised_score(1.0) for h in expected], abs=1e-4)
+
+
+def test_int8_stays_near(tmp_path: Path) -> None:
+    model, sources = random_model(), random_sources()
+    options = {"max_decoding_length": 4, "min_decoding_length": 4, "return_scores": True, "length_penalty": 0}
+    exact = translate(build(model, tmp_path / "float32"), sources, threads=1, **options)
+    near = translate(build(model, tmp_path / "int8", "int8"), sources, threads=1, **options)
+    assert (tmp_path / "int8" / "model.bin").stat().st_size < 0.5 * (tmp_path / "float32" / "model.bin").stat().st_size
+    differences = [abs(a[0].score - b[0].score) for a, b in zip(exact, near, strict=True)]
+    assert 0 < max(differences) < 1.0
+
+
+def test_a_checkpoint_brings_its_vocabularies_and_special_ids(tmp_path: Path) -> None:
+    names = ("</s>", "<go>", "<pad>", *"abcdefghijklmnopqrstuvwxyz0")
+    special = SpecialIds(pad=2, bos=1, eos=0)
+    checkpoint = Checkpoint(
+        model=random_model(target_vocabulary_size=30),
+        source_vocabulary=Vocabulary(names, "characters"),
+        target_vocabulary=Vocabulary(tuple(name.upper() if len(name) == 1 else name for name in names), "words"),
+        special_ids=special,
+        generation=GenerationDefaults(max_length=LENGTH),
+    )
+    source = [5, 6, 7, 0]
+    [expected] = search.greedy(
+        checkpoint.model, torch.tensor([source]), torch.ones(1, 4, dtype=torch.bool), special, LENGTH
+    )
+    with Peer(build(checkpoint, tmp_path), threads=1) as peer:
+        assert peer.source_tokens[5] == "c" and peer.target_tokens[5] == "C"
+        assert peer.translate([source], max_decoding_length=LENGTH)[0][0].tokens == expected.tokens
+        forced = peer.translate([source], max_decoding_length=LENGTH, target_prefix=[[9, 8]])[0][0].tokens
+    assert forced[:2] == [9, 8]
+
+
+def test_special_tokens_with_two_names_are_refused(tmp_path: Path) -> None:
+    source = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(27))]
+    target = ["<pad>", "<s>", "<eos>", *(f"w{i}" for i in range(27))]
+    with pytest.raises(ValueError, match="eos is '</s>' in the source and '<eos>' in the target"):
+        build(random_model(target_vocabulary_size=30), tmp_path / "model", tokens=(source, target))
+    assert not (tmp_path / "model").exists()
