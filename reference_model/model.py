@@ -7,6 +7,7 @@ Q queries, K keys, V target vocabulary. Masks are bool and True means "may atten
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +110,8 @@ class FeedForward(nn.Module):
         super().__init__()
         self.W_1 = nn.Linear(config.d_model, config.d_ff)
         self.W_2 = nn.Linear(config.d_ff, config.d_model)
-        self.activation = {"relu": nn.functional.relu, "gelu": nn.functional.gelu}[config.activation]
+        functions: dict[str, Callable[[Tensor], Tensor]] = {"relu": nn.functional.relu, "gelu": nn.functional.gelu}
+        self.activation = functions[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, M] -> [B, T, M]."""
@@ -197,6 +199,9 @@ def causal_mask(length: int, device: torch.device | None = None) -> Tensor:
 class Transformer(nn.Module):
     """Source ids and target ids in, scores of the next target token out; figure 1 of the paper."""
 
+    encoder_layers: Sequence[EncoderLayer]
+    decoder_layers: Sequence[DecoderLayer]
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
@@ -207,8 +212,12 @@ class Transformer(nn.Module):
             else nn.Embedding(config.target_vocabulary_size, config.d_model)
         )
         self.positional_encoding = PositionalEncoding(config)
-        self.encoder_layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
-        self.decoder_layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
+        self.encoder_layers = nn.ModuleList(  # type: ignore[assignment]
+            EncoderLayer(config) for _ in range(config.encoder_layers)
+        )
+        self.decoder_layers = nn.ModuleList(  # type: ignore[assignment]
+            DecoderLayer(config) for _ in range(config.decoder_layers)
+        )
         self.encoder_norm = self._final_norm()
         self.decoder_norm = self._final_norm()
         self.projection = nn.Linear(config.d_model, config.target_vocabulary_size)
@@ -233,9 +242,7 @@ class Transformer(nn.Module):
         embedded: Tensor = self.positional_encoding(embedding(ids) * math.sqrt(self.config.d_model))
         return embedded
 
-    def encode(
-        self, source_ids: Tensor, source_mask: Tensor, attention: list[Tensor] | None = None
-    ) -> Tensor:
+    def encode(self, source_ids: Tensor, source_mask: Tensor, attention: list[Tensor] | None = None) -> Tensor:
         """source_ids [B, S] int64, source_mask [B, S] bool -> memory [B, S, M].
 
         Args:

@@ -310,7 +310,8 @@ def new_bundle(path: Path, manifest: Manifest, *, force: bool) -> Iterator[Bundl
     except OSError as problem:
         free = shutil.disk_usage(staging.parent).free
         raise BundleError(
-            f"{path} could not be written: {problem} ({free / 1e6:,.0f} MB free there)", "make room, or use another disk with -o"
+            f"{path} could not be written: {problem} ({free / 1e6:,.0f} MB free there)",
+            "make room, or use another disk with -o",
         ) from problem
     finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -64,7 +64,10 @@ def cache_output_name(cache: str) -> str:
 
 def encoder_inputs() -> list[TensorSpec]:
     """What encoder.onnx takes."""
-    return [TensorSpec("source_ids", "int64", ("batch", "source")), TensorSpec("source_mask", "bool", ("batch", "source"))]
+    return [
+        TensorSpec("source_ids", "int64", ("batch", "source")),
+        TensorSpec("source_mask", "bool", ("batch", "source")),
+    ]
 
 
 def encoder_outputs(dimensions: Dimensions, float_type: str = "float32") -> list[TensorSpec]:

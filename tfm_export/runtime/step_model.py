@@ -84,6 +84,14 @@ class Sentences(Protocol):
         """Keep the first `size` rows."""
         ...
 
+    def read(self, name: str) -> Floats:
+        """A copy of a self-attention cache [B, H, C, D] or cross-attention tensor [B, H, S, D], for verification.
+
+        Args:
+            name: as in the graph's table: self_key_0, self_value_0, cross_key_0, ...
+        """
+        ...
+
     def append(self, other: Sentences) -> None:
         """Copy the rows of freshly encoded sentences of the same model behind this batch's rows.
 

@@ -1,0 +1,76 @@
+"""Parity: whether what comes out of a bundle is what PyTorch says.
+
+Two levels: every log-probability and cached tensor, step by step, against PyTorch in float64 (needs the checkpoint),
+and whole generations of the golden inputs, token for token (needs the bundle alone).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tfm_export.bundle import GOLDEN, Bundle
+from tfm_export.errors import BundleError
+from tfm_export.precision import PRECISIONS
+from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.verify.golden import Golden, compare_generations, golden_text, read_golden
+from tfm_export.verify.report import Divergence, GenerationComparison, ParityReport, TensorComparison
+
+if TYPE_CHECKING:
+    from reference_model import Transformer
+
+__all__ = [
+    "Divergence",
+    "GenerationComparison",
+    "Golden",
+    "ParityReport",
+    "TensorComparison",
+    "golden_text",
+    "read_golden",
+    "verify_variant",
+]
+
+
+def verify_variant(
+    bundle: Bundle, variant: str = "fp32", *, reference: Transformer | None = None, threads: int | None = None
+) -> ParityReport:
+    """Judge one variant of a bundle.
+
+    Args:
+        bundle: an open bundle; its graphs are loaded anew, and checked against the graph table while loading.
+        variant: its name.
+        reference: the same weights in PyTorch; without it only generations are compared.
+        threads: for the runtime.
+
+    Raises:
+        BundleError: the bundle has no such variant or no golden inputs, or its graphs are not of the expected form.
+    """
+    tolerance, manifest = PRECISIONS[variant].tolerance, bundle.manifest
+    if GOLDEN not in manifest.files:
+        raise BundleError(f"{bundle.path} has no {GOLDEN} to verify against", "export the bundle again")
+    tensors: list[TensorComparison] = []
+    agreement = None
+    model = OnnxModel(bundle, variant=variant, threads=threads)
+    try:
+        if reference is not None:
+            from tfm_export.verify.steps import compare_steps
+
+            steps = compare_steps(model, reference, tolerance)
+            tensors, agreement = steps.tensors, steps.argmax_agreement
+        own_error = float(manifest.golden["own_error"])
+        generations = compare_generations(
+            model,
+            read_golden(bundle, GOLDEN),
+            manifest.special_ids,
+            int(manifest.golden["max_length"]),
+            tolerance.limit(own_error),
+        )
+    finally:
+        model.close()
+    return ParityReport(
+        variant=variant,
+        backend="onnxruntime-cpu",
+        synthetic=bool(manifest.golden["synthetic"]),
+        tensors=tensors,
+        argmax_agreement=agreement,
+        generations=generations,
+    )

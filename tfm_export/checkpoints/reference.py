@@ -1,0 +1,107 @@
+"""Checkpoints that `reference_model.save_checkpoint` wrote."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reference_model import Checkpoint, Transformer, TransformerConfig, Vocabulary
+from reference_model.checkpoint import FORMAT, checkpoint_from_state
+from tfm_export.bundle import GenerationDefaults, SpecialIds
+from tfm_export.checkpoints.source_model import SourceModel
+from tfm_export.errors import CheckpointError
+
+# A configuration may ask for a position table of any size, which is not in the file: 2^20 rows are beyond any use.
+MOST_POSITIONS = 2**20
+
+
+def recognises(state: Any) -> bool:
+    """Whether the contents of a file are such a checkpoint."""
+    return isinstance(state, dict) and state.get("format") == FORMAT
+
+
+def read(state: dict[str, Any], path: Path) -> SourceModel:
+    """The model that such a checkpoint describes.
+
+    Raises:
+        CheckpointError: naming all that does not fit.
+    """
+    try:
+        config, weights = TransformerConfig(**state["config"]), state["weights"]
+        problems = _weight_problems(config, weights)
+        checkpoint = None if problems else checkpoint_from_state(state)
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        kind = "has no field" if isinstance(problem, KeyError) else "does not fit its format:"
+        raise CheckpointError(
+            f"{path} {kind} {problem}", "save it again with reference_model.save_checkpoint"
+        ) from None
+    if checkpoint is not None:
+        problems += _id_problems(checkpoint)
+    if problems or checkpoint is None:
+        raise CheckpointError([f"{path}: {problem}" for problem in problems], "save the whole model again")
+    dtypes = sorted({str(w.dtype).removeprefix("torch.") for w in weights.values() if w.dtype != torch.float32})
+    return SourceModel(
+        path=path,
+        model=checkpoint.model,
+        special_ids=SpecialIds(**asdict(checkpoint.special_ids)),
+        generation=GenerationDefaults(**asdict(checkpoint.generation)),
+        tokenizer=_tokenizer(checkpoint.source_vocabulary, checkpoint.target_vocabulary),
+        training=checkpoint.training,
+        notes=[f"weights stored as {name} are computed with in float32" for name in dtypes],
+    )
+
+
+def _weight_problems(config: TransformerConfig, weights: Any) -> list[str]:
+    """Compare the weights with the configuration without allocating what the configuration asks for."""
+    if not isinstance(weights, dict) or not all(isinstance(w, Tensor) for w in weights.values()):
+        return ["its weights are not a dictionary of tensors"]
+    if config.encoder_layers + config.decoder_layers > len(weights):
+        return [f"its configuration has more layers than the file has tensors ({len(weights)})"]
+    if config.max_length > MOST_POSITIONS:
+        return [f"max_length {config.max_length} is more than {MOST_POSITIONS}"]
+    with torch.device("meta"):
+        expected = {name: tuple(w.shape) for name, w in Transformer(config).state_dict().items()}
+    problems = [f"missing: {name} {list(expected[name])}" for name in expected if name not in weights]
+    problems += [f"unexpected: {name} {list(w.shape)}" for name, w in weights.items() if name not in expected]
+    for name, weight in weights.items():
+        if name in expected and tuple(weight.shape) != expected[name]:
+            problems.append(f"{name}: expected shape {list(expected[name])}, found {list(weight.shape)}")
+        elif not weight.isfinite().all():
+            count = int((~weight.isfinite()).sum())
+            problems.append(f"{name}: {count} of {weight.numel()} weights are not finite numbers")
+    return problems
+
+
+def _id_problems(checkpoint: Checkpoint) -> list[str]:
+    config, special = checkpoint.model.config, checkpoint.special_ids
+    sizes = {"source": config.source_vocabulary_size, "target": config.target_vocabulary_size}
+    problems = []
+    for side, vocabulary in (("source", checkpoint.source_vocabulary), ("target", checkpoint.target_vocabulary)):
+        if vocabulary is not None and len(vocabulary.tokens) != sizes[side]:
+            problems.append(
+                f"its {side} vocabulary has {len(vocabulary.tokens)} tokens, its embedding {sizes[side]} rows"
+            )
+    places = {"pad": ("source",), "bos": ("target",), "eos": ("source", "target")}
+    for name, sides in places.items():
+        value = getattr(special, name)
+        problems += [f"{name} id {value} is outside the {s} vocabulary" for s in sides if not 0 <= value < sizes[s]]
+    if (checkpoint.source_vocabulary is None) != (checkpoint.target_vocabulary is None):
+        problems.append("it has a vocabulary for one side only")
+    if not 1 <= checkpoint.generation.max_length <= config.max_length:
+        problems.append(
+            f"generation max_length {checkpoint.generation.max_length} is not in 1..{config.max_length}, "
+            "the length of the position table"
+        )
+    return problems
+
+
+def _tokenizer(source: Vocabulary | None, target: Vocabulary | None) -> dict[str, bytes]:
+    if source is None or target is None:
+        return {}
+    sides = {name: {**asdict(v), "tokens": list(v.tokens)} for name, v in (("source", source), ("target", target))}
+    return {"tokenizer.json": json.dumps({"kind": "vocabulary", **sides}, ensure_ascii=False, indent=1).encode()}

@@ -1,0 +1,33 @@
+"""What every checkpoint becomes before it is exported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reference_model import Transformer
+from tfm_export.bundle import GenerationDefaults, SpecialIds
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceModel:
+    """A trained model, whole and checked.
+
+    Attributes:
+        path: where it was read from.
+        model: in fp32 and evaluation mode.
+        special_ids: the ids that are not text.
+        generation: decoding defaults.
+        tokenizer: the files that go into the bundle's tokenizer folder, by name; empty if the checkpoint has none.
+        training: what the checkpoint says about its making.
+        notes: what was cast, stripped or ignored, for people.
+    """
+
+    path: Path
+    model: Transformer
+    special_ids: SpecialIds
+    generation: GenerationDefaults
+    tokenizer: dict[str, bytes]
+    training: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)

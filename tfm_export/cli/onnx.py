@@ -1,0 +1,102 @@
+"""`tfm-export onnx`: a checkpoint becomes a bundle."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from tfm_export.bundle import DEFAULT_PATH, check_target
+from tfm_export.cli.options import force_option, json_option
+from tfm_export.cli.reports import print_files, print_verdict
+from tfm_export.extras import require, require_onnxruntime
+
+
+class Stopwatch:
+    """Prints what begins and, when the next thing does, how long the last one took."""
+
+    def __init__(self) -> None:
+        self._started: float | None = None
+
+    def begin(self, what: str) -> None:
+        """Say what begins."""
+        self.end()
+        click.echo(f"{what} ... ", nl=False, err=True)
+        self._started = time.perf_counter()
+
+    def end(self) -> None:
+        """The last thing is over."""
+        if self._started is not None:
+            click.echo(f"{time.perf_counter() - self._started:.1f} s", err=True)
+        self._started = None
+
+
+@click.command("onnx")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_PATH,
+    show_default=True,
+    help="The bundle to write.",
+)
+@click.option(
+    "--inputs",
+    type=click.File(encoding="utf-8"),
+    help="Real source texts, one a line, to verify with and keep as golden inputs; without them they are random ids.",
+)
+@click.option("--max-source-length", type=click.IntRange(min=1), help="Longest source in tokens, end token included.")
+@click.option("--max-target-length", type=click.IntRange(min=1), help="Longest target in tokens, end token included.")
+@click.option("--no-verify", is_flag=True, help="Do not compare with PyTorch.")
+@force_option
+@json_option
+def command(
+    checkpoint: Path,
+    output: Path,
+    inputs: click.utils.LazyFile | None,
+    max_source_length: int | None,
+    max_target_length: int | None,
+    no_verify: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Export CHECKPOINT to a bundle: an encoder graph and a decoder-step graph with a cache, verified against PyTorch.
+
+    \b
+    Example:
+      tfm-export onnx checkpoint.pt --inputs lines.txt -o tfm_bundle
+
+    Ends with exit code 3, and leaves no bundle, if the graphs do not give what PyTorch gives.
+    """
+    check_target(output, force=force)
+    for module in ("torch", "onnx", "onnxscript"):
+        require(module, extra="export")
+    require_onnxruntime()
+    from tfm_export.export import export_bundle
+
+    stopwatch = Stopwatch()
+    try:
+        bundle, report = export_bundle(
+            checkpoint,
+            output,
+            inputs=None if inputs is None else [line.rstrip("\n") for line in inputs],
+            max_source_length=max_source_length,
+            max_target_length=max_target_length,
+            verify=not no_verify,
+            force=force,
+            progress=stopwatch.begin,
+        )
+    finally:
+        stopwatch.end()
+    if as_json:
+        click.echo(bundle.manifest.to_json(), nl=False)
+        return
+    print_files(bundle)
+    for note in bundle.manifest.model["notes"]:
+        click.echo(f"note: {note}")
+    if report is None:
+        click.echo(f"{output}: written, not verified")
+    else:
+        print_verdict(report)

@@ -1,0 +1,81 @@
+"""Tables and verdicts that several commands print."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from tfm_export.bundle import Bundle
+
+if TYPE_CHECKING:
+    from tfm_export.verify import GenerationComparison, ParityReport
+
+
+def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
+    """Rows as aligned columns.
+
+    Args:
+        rows: the first one is the head.
+        right: columns to align to the right.
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in [lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+
+def size_text(size: int) -> str:
+    """A number of bytes for people."""
+    return f"{size / 1e6:,.1f} MB" if size >= 100_000 else f"{size / 1e3:,.1f} kB"
+
+
+def print_files(bundle: Bundle) -> None:
+    """File -> purpose -> size."""
+    files = sorted(bundle.manifest.files.items())
+    rows = [[name, entry.purpose, size_text(entry.bytes)] for name, entry in files]
+    total = size_text(sum(entry.bytes for _, entry in files))
+    click.echo(table([["file", "purpose", "size"], *rows, ["", "total", total]], right=[2]))
+
+
+def print_verdict(report: ParityReport) -> None:
+    """What was compared, how far it was, and whether that is good enough."""
+    click.echo(f"\n{report.variant} on {report.backend}, compared with PyTorch:")
+    worst = report.worst_tensor
+    if worst is not None:
+        _print_check(
+            all(c.passed for c in report.tensors),
+            f"{len(report.tensors)} tensors step by step: the worst is {worst.name}, off by {worst.error:.1e} "
+            f"(limit {worst.limit:.1e}, PyTorch's own float32 error {worst.own_error:.1e})",
+        )
+        click.echo(f"    best token as PyTorch's in {report.argmax_agreement:.2%} of the steps")
+    kind = "synthetic inputs" if report.synthetic else "real inputs"
+    for comparison in report.generations:
+        _print_check(comparison.passed, f"{comparison.name}: {_generation_text(comparison, kind)}")
+    if report.synthetic:
+        click.echo("note: golden inputs are random ids; --inputs FILE gives real ones, which say more")
+    click.secho("parity: passed" if report.passed else "parity: FAILED", fg="green" if report.passed else "red")
+
+
+def _generation_text(comparison: GenerationComparison, kind: str) -> str:
+    text = f"{comparison.identical} of {comparison.count} {kind} token for token"
+    if comparison.ties:
+        closest = max(tie.margin for tie in comparison.ties)
+        text += f", {len(comparison.ties)} ties (margin at most {closest:.1e} in float64)"
+    if comparison.divergences:
+        first = comparison.divergences[0]
+        text += (
+            f", {len(comparison.divergences)} diverge: first input {first.index} at token {first.step}, expected "
+            f"{first.expected}, found {first.found}, margin {first.margin:.1e}"
+        )
+    return text
+
+
+def _print_check(passed: bool, text: str) -> None:
+    mark = click.style("✓", fg="green") if passed else click.style("✗", fg="red")
+    click.echo(f"{mark} {text}")

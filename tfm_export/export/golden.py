@@ -1,0 +1,144 @@
+"""Golden inputs and what PyTorch gives for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reference_model import Transformer
+from reference_model.checkpoint import SpecialIds as ReferenceSpecialIds
+from reference_model.data import pad
+from reference_model.search import Hypothesis, greedy
+from tfm_export.bundle import Limits, SpecialIds
+from tfm_export.tokenizer import Tokenizer
+from tfm_export.verify.golden import Golden
+from tfm_export.verify.reference import in_precision
+
+# PyTorch decodes the golden inputs without a cache, so that nothing of ours can be wrong in it: this bounds its work.
+MOST_TOKENS = 128
+MOST_LINES = 1000
+SYNTHETIC_COUNT = 16
+SYNTHETIC_LENGTH = 32
+BATCH = 32
+
+Source = tuple[str | None, list[int]]
+
+
+@dataclass(frozen=True)
+class GoldenSet:
+    """Golden inputs, and what the manifest says of them.
+
+    Attributes:
+        golden: one an input.
+        max_length: of the generations.
+        own_error: the largest difference of PyTorch's float32 log-probabilities from its float64 ones.
+        synthetic: random ids instead of real text.
+    """
+
+    golden: list[Golden]
+    max_length: int
+    own_error: float
+    synthetic: bool
+
+    def facts(self) -> dict[str, int | float | bool]:
+        """For the manifest."""
+        return {
+            "count": len(self.golden),
+            "synthetic": self.synthetic,
+            "max_length": self.max_length,
+            "own_error": self.own_error,
+        }
+
+
+def synthetic_sources(model: Transformer, special: SpecialIds, limits: Limits, seed: int = 0) -> list[Source]:
+    """Random ids of random lengths; they end as real sources do."""
+    rng = np.random.default_rng(seed)
+    end = [special.eos] * special.source_ends_with_eos
+    longest = min(SYNTHETIC_LENGTH, limits.max_source_length) - len(end)
+    lengths = rng.integers(min(1, longest), longest + 1, SYNTHETIC_COUNT)
+    size = model.config.source_vocabulary_size
+    return [(None, [*map(int, rng.integers(0, size, n)), *end]) for n in lengths]
+
+
+def real_sources(lines: Sequence[str], tokenizer: Tokenizer) -> list[Source]:
+    """The ids of texts."""
+    return [(line, tokenizer.encode_source(line)) for line in lines]
+
+
+def make_golden(
+    model: Transformer,
+    sources: Sequence[Source],
+    special: SpecialIds,
+    *,
+    max_length: int,
+    synthetic: bool,
+    progress: Callable[[int], None] = lambda _: None,
+) -> GoldenSet:
+    """Decode sources with PyTorch: greedy, float32, no cache; then measure every choice's margin in float64.
+
+    Args:
+        model: in float32 and evaluation mode.
+        sources: texts, or None, and their ids.
+        special: the model's special ids.
+        max_length: of the generations, end token included; cut to `MOST_TOKENS`.
+        synthetic: whether the sources are random.
+        progress: told how many sources are done since the last call.
+    """
+    max_length = min(max_length, MOST_TOKENS)
+    exact, own_error = in_precision(model, torch.float64), 0.0
+    golden: dict[int, Golden] = {}
+    order = sorted(range(len(sources)), key=lambda i: len(sources[i][1]))
+    for start in range(0, len(order), BATCH):
+        indices = order[start : start + BATCH]
+        source_ids, source_mask = _padded([sources[i][1] for i in indices], special)
+        hypotheses = greedy(model, source_ids, source_mask, _reference_special(special), max_length)
+        tokens = [_with_end(h, special) for h in hypotheses]
+        margins, error = _measure(model, exact, source_ids, source_mask, tokens, special)
+        own_error = max(own_error, error)
+        for i, hypothesis, row_tokens, row_margins in zip(indices, hypotheses, tokens, margins, strict=True):
+            golden[i] = Golden(
+                text=sources[i][0],
+                source_ids=sources[i][1],
+                tokens=row_tokens,
+                log_probs=hypothesis.log_probs,
+                margins=row_margins,
+            )
+        progress(len(indices))
+    return GoldenSet([golden[i] for i in range(len(sources))], max_length, own_error, synthetic)
+
+
+def _with_end(hypothesis: Hypothesis, special: SpecialIds) -> list[int]:
+    return [*hypothesis.tokens, special.eos] if hypothesis.finished else hypothesis.tokens
+
+
+def _padded(sequences: list[list[int]], special: SpecialIds) -> tuple[Tensor, Tensor]:
+    ids = pad(sequences, special.pad)
+    return ids, torch.arange(ids.size(1)) < torch.tensor([len(s) for s in sequences])[:, None]
+
+
+def _reference_special(special: SpecialIds) -> ReferenceSpecialIds:
+    return ReferenceSpecialIds(
+        pad=special.pad, bos=special.bos, eos=special.eos, source_ends_with_eos=special.source_ends_with_eos
+    )
+
+
+@torch.inference_mode()
+def _measure(
+    model: Transformer,
+    exact: Transformer,
+    source_ids: Tensor,
+    source_mask: Tensor,
+    tokens: list[list[int]],
+    special: SpecialIds,
+) -> tuple[list[list[float]], float]:
+    """The float64 margin of the two best tokens at every step of every row, and float32's own largest error."""
+    target_ids = pad([[special.bos, *row[:-1]] for row in tokens], special.pad)
+    log_probs = exact(source_ids, source_mask, target_ids).log_softmax(-1)
+    own = model(source_ids, source_mask, target_ids).log_softmax(-1).double()
+    best = log_probs.topk(2).values
+    margins = (best[..., 0] - best[..., 1]).tolist()
+    return [row[: len(t)] for row, t in zip(margins, tokens, strict=True)], float((own - log_probs).abs().max())

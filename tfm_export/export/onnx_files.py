@@ -1,0 +1,164 @@
+"""PyTorch modules to ONNX files that share one file of weights. The only place that calls torch.onnx."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import onnx
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from tfm_export.errors import ExportError
+from tfm_export.graph import IR_VERSION, OPSET, TensorSpec
+
+# Smaller tensors stay inside the graph: runtimes fold shape constants only if they can see them.
+EXTERNAL_FROM_BYTES = 1024
+ALIGNMENT = 64
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Silence what the exporter says about itself: missing torchvision, renamed axes, tree specs."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*axis name.*will not be used")
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def export_module(
+    module: nn.Module,
+    example: tuple[Any, ...],
+    dynamic_shapes: tuple[Any, ...],
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+) -> ir.Model:
+    """Trace a module.
+
+    Args:
+        module: what to export; it is put in evaluation mode.
+        example: inputs of any size above 1.
+        dynamic_shapes: as `torch.export` takes them.
+        inputs: the names of the graph's inputs, in the order of the flattened example.
+        outputs: names and axes of its outputs.
+
+    Returns:
+        The model, its weights still those of the module.
+
+    Raises:
+        ExportError: the exporter failed, or fixed an axis that should be dynamic.
+    """
+    try:
+        with _quiet_exporter(), torch.no_grad():
+            program = torch.onnx.export(
+                module.eval(),
+                example,
+                dynamo=True,
+                opset_version=OPSET,
+                verbose=False,
+                input_names=[spec.name for spec in inputs],
+                output_names=[spec.name for spec in outputs],
+                dynamic_shapes=dynamic_shapes,
+            )
+    except torch.onnx.errors.OnnxExporterError as problem:
+        raise ExportError(f"PyTorch could not export {type(module).__name__}: {problem}") from problem
+    assert program is not None
+    model = program.model
+    model.ir_version = IR_VERSION
+    _strip_traces(model)
+    _name_axes(model, inputs, outputs)
+    return model
+
+
+def _strip_traces(model: ir.Model) -> None:
+    """Remove stack traces and module paths: they are of this machine, and make the file differ from run to run."""
+    model.metadata_props.clear()
+    model.doc_string = None
+    for graph in model.graphs():
+        graph.metadata_props.clear()
+        graph.doc_string = None
+        for node in graph:
+            node.metadata_props.clear()
+            node.doc_string = None
+            for value in node.outputs:
+                value.metadata_props.clear()
+        for value in (*graph.inputs, *graph.initializers.values()):
+            value.metadata_props.clear()
+
+
+def _name_axes(model: ir.Model, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
+    """Give outputs the axes of the table, after checking that the exporter has kept every dynamic axis dynamic."""
+    problems = []
+    for value, spec in zip((*model.graph.inputs, *model.graph.outputs), (*inputs, *outputs), strict=True):
+        found = () if value.shape is None else tuple(d if isinstance(d, int) else str(d.value) for d in value.shape)
+        fixed = [
+            f"axis {i} ({axis}) became {size}"
+            for i, (axis, size) in enumerate(zip(spec.axes, found, strict=True))
+            if isinstance(size, int) and size != axis
+        ]
+        if value.name != spec.name or fixed:
+            problems.append(f"{spec.name}: expected {list(spec.axes)}, found {value.name} {list(found)} {fixed}")
+        value.shape = ir.Shape(spec.axes)
+    if problems:
+        raise ExportError(problems, "report this: the exporter specialised an axis that must stay dynamic")
+
+
+class WeightsFile:
+    """A file of weights that several graphs share; a tensor that occurs twice is stored once.
+
+    Args:
+        path: the file, beside the graphs that refer to it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._places: dict[tuple[str, str, tuple[int, ...]], tuple[int, int]] = {}
+
+    def write(self, model: ir.Model, path: Path) -> None:
+        """Move a model's weights into the file and write its graph to `path`."""
+        with open(self.path, "ab") as file:
+            for value in model.graph.initializers.values():
+                tensor = value.const_value
+                if tensor is not None and tensor.nbytes >= EXTERNAL_FROM_BYTES:
+                    value.const_value = self._place(tensor, file)
+        path.write_bytes(ir.serde.serialize_model(model).SerializeToString(deterministic=True))
+        onnx.checker.check_model(path)
+        for written in (path, self.path):
+            os.chmod(written, 0o644)  # readable by the user that the service runs as
+
+    def _place(self, tensor: ir.TensorProtocol, file: BinaryIO) -> ir.ExternalTensor:
+        array = tensor.numpy()
+        shape = tuple(int(size) for size in array.shape)
+        key = (
+            hashlib.sha256(array.data if array.flags.c_contiguous else array.tobytes()).hexdigest(),
+            str(tensor.dtype),
+            shape,
+        )
+        if key not in self._places:
+            file.write(b"\0" * (-file.tell() % ALIGNMENT))
+            self._places[key] = (file.tell(), tensor.nbytes)
+            array.tofile(file)
+        offset, length = self._places[key]
+        return ir.ExternalTensor(
+            self.path.name,
+            offset,
+            length,
+            tensor.dtype,
+            shape=ir.Shape(shape),
+            name=tensor.name or "",
+            base_dir=self.path.parent,
+        )

@@ -1,0 +1,191 @@
+"""The export stage: a checkpoint becomes a bundle whose generations are PyTorch's."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from tfm_export import graph
+from tfm_export.bundle import (
+    GOLDEN,
+    TOKENIZER,
+    Bundle,
+    Limits,
+    Manifest,
+    check_target,
+    new_bundle,
+    write_text,
+)
+from tfm_export.checkpoints import SourceModel, read_checkpoint
+from tfm_export.errors import ExportError, ParityError, RequestError
+from tfm_export.export.golden import MOST_LINES, GoldenSet, Source, make_golden, real_sources, synthetic_sources
+from tfm_export.export.variant import dimensions_of, write_fp32_variant
+from tfm_export.tokenizer import load_tokenizer
+from tfm_export.verify import ParityReport, golden_text, verify_variant
+
+PARITY_REPORT = "reports/parity.json"
+
+Progress = Callable[[str], None]
+
+
+def export_bundle(
+    checkpoint: str | Path,
+    path: str | Path,
+    *,
+    inputs: Sequence[str] | None = None,
+    max_source_length: int | None = None,
+    max_target_length: int | None = None,
+    verify: bool = True,
+    force: bool = False,
+    progress: Progress = lambda _: None,
+) -> tuple[Bundle, ParityReport | None]:
+    """Export a checkpoint and verify the result.
+
+    Args:
+        checkpoint: the file.
+        path: the bundle to write.
+        inputs: real source texts for the golden set; without them it is synthetic.
+        max_source_length: the longest source, its end token included; the position table's length by default.
+        max_target_length: the longest target, its end token included; likewise.
+        verify: compare with PyTorch before the bundle is put in place.
+        force: replace a bundle that is there.
+        progress: told what begins.
+
+    Returns:
+        The bundle, and the report of its verification.
+
+    Raises:
+        BundleError: `path` is taken or cannot be written.
+        CheckpointError: the checkpoint cannot be read.
+        ExportError: PyTorch's exporter failed, or the limits or inputs do not fit the model.
+        ParityError: the graphs do not give what PyTorch gives; no bundle is left.
+    """
+    path = Path(path)
+    check_target(path, force=force)
+    progress(f"reading {checkpoint}")
+    source = read_checkpoint(checkpoint)
+    limits = _limits(source, max_source_length, max_target_length)
+    manifest = Manifest(
+        dimensions=dimensions_of(source.model),
+        limits=limits,
+        special_ids=source.special_ids,
+        generation=replace(source.generation, max_length=min(source.generation.max_length, limits.max_target_length)),
+        model=_facts(source),
+        tools=_tool_versions(),
+    )
+    report = None
+    with new_bundle(path, manifest, force=force) as bundle:
+        _write_tokenizer(bundle, source)
+        sources = _golden_sources(bundle, source, inputs)
+        progress("exporting the encoder and the decoder step")
+        _write_graphs(bundle, source)
+        progress(f"decoding {len(sources)} golden inputs with PyTorch")
+        _write_golden(bundle, source, sources, synthetic=inputs is None)
+        if verify:
+            progress("verifying against PyTorch")
+            report = verify_variant(bundle, reference=source.model)
+            _write_report(bundle, report)
+            if not report.passed:
+                raise ParityError(report.problems(), "report this with the checkpoint's configuration")
+    return Bundle.open(path, check_hashes=False), report
+
+
+def _limits(source: SourceModel, max_source_length: int | None, max_target_length: int | None) -> Limits:
+    table = source.model.config.max_length
+    asked = {"max source length": max_source_length, "max target length": max_target_length}
+    problems = [
+        f"{name} must be from 1 to {table}, the length of the position table; found {value}"
+        for name, value in asked.items()
+        if value is not None and not 1 <= value <= table
+    ]
+    if problems:
+        raise ExportError(problems)
+    return Limits(max_source_length=max_source_length or table, max_target_length=max_target_length or table)
+
+
+def _facts(source: SourceModel) -> dict[str, Any]:
+    """What people may want to know of the model; nothing computes with it."""
+    return {
+        "checkpoint": source.path.name,
+        "configuration": asdict(source.model.config),
+        "parameters": sum(p.numel() for p in source.model.parameters()),
+        "training": source.training,
+        "notes": source.notes,
+    }
+
+
+def _tool_versions() -> dict[str, str]:
+    names = ("tfm-export", "torch", "onnx", "onnxscript", "onnxruntime")
+    versions = {name: importlib.metadata.version(name) for name in names}
+    return {**versions, "python": platform.python_version()}
+
+
+def _write_tokenizer(bundle: Bundle, source: SourceModel) -> None:
+    if source.tokenizer:
+        (bundle.path / TOKENIZER).mkdir()
+    for name, content in source.tokenizer.items():
+        (bundle.path / TOKENIZER / name).write_bytes(content)
+    bundle.add_files({f"{TOKENIZER}/{name}": "turns text into ids and back" for name in source.tokenizer})
+
+
+def _golden_sources(bundle: Bundle, source: SourceModel, inputs: Sequence[str] | None) -> list[Source]:
+    if inputs is None:
+        return synthetic_sources(source.model, source.special_ids, bundle.manifest.limits)
+    lines = [line for line in inputs if line.strip()]
+    if not lines:
+        raise ExportError("the file of inputs has no lines", "give real source texts, one a line, or no file")
+    if len(lines) > MOST_LINES:
+        raise ExportError(
+            f"{len(lines):,} inputs are more than the {MOST_LINES:,} that a golden set takes",
+            f"shuf -n {MOST_LINES} takes a random sample of a file",
+        )
+    if not source.tokenizer:
+        raise ExportError("the checkpoint has no vocabulary, so texts cannot be its inputs", "leave --inputs out")
+    tokenizer = load_tokenizer(bundle)
+    longest, sources, problems = bundle.manifest.limits.max_source_length, [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            sources += real_sources([line], tokenizer)
+        except RequestError as problem:
+            problems += [f"input {number}: {text}" for text in problem.problems]
+            continue
+        if len(sources[-1][1]) > longest:
+            problems.append(f"input {number} has {len(sources[-1][1])} tokens; the longest source is {longest}")
+    if problems:
+        raise ExportError(problems, "give inputs that the model is meant for")
+    return sources
+
+
+def _write_graphs(bundle: Bundle, source: SourceModel) -> None:
+    write_fp32_variant(source.model, bundle.path / "onnx" / "fp32")
+    purposes = {
+        graph.ENCODER: "source ids to cross-attention keys and values, once a sentence",
+        graph.DECODER_STEP: "the next token, over an append-only cache",
+        graph.WEIGHTS: "weights of both graphs, float32",
+    }
+    bundle.add_files({f"onnx/fp32/{name}": purpose for name, purpose in purposes.items()})
+    bundle.manifest = replace(bundle.manifest, variants={"fp32": {"weights": "float32", "compute": "float32"}})
+
+
+def _write_golden(bundle: Bundle, source: SourceModel, sources: list[Source], *, synthetic: bool) -> None:
+    golden: GoldenSet = make_golden(
+        source.model,
+        sources,
+        source.special_ids,
+        max_length=bundle.manifest.generation.max_length,
+        synthetic=synthetic,
+    )
+    write_text(bundle.path / GOLDEN, golden_text(golden.golden))
+    kind = "synthetic inputs" if synthetic else "real inputs"
+    bundle.add_files({GOLDEN: f"{len(sources)} {kind} with what PyTorch gave for them"})
+    bundle.manifest = replace(bundle.manifest, golden=golden.facts())
+
+
+def _write_report(bundle: Bundle, report: ParityReport) -> None:
+    (bundle.path / PARITY_REPORT).parent.mkdir(exist_ok=True)
+    write_text(bundle.path / PARITY_REPORT, report.to_json())
+    bundle.add_files({PARITY_REPORT: "what verification measured"})

@@ -1,0 +1,90 @@
+"""The fp32 graphs of a model: encoder.onnx, decoder_step.onnx and their weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch.export import Dim
+
+from reference_model import Transformer
+from tfm_export import graph
+from tfm_export.export.graphs import DecoderStepGraph, EncoderGraph
+from tfm_export.export.onnx_files import WeightsFile, export_module
+from tfm_export.graph import Dimensions
+
+# Twice a beam of 8: enough for every beam search up to that size without looking at all log-probabilities.
+CANDIDATES = 16
+
+
+def dimensions_of(model: Transformer) -> Dimensions:
+    """What the graphs of a model show of it."""
+    config = model.config
+    return Dimensions(
+        source_vocabulary_size=config.source_vocabulary_size,
+        target_vocabulary_size=config.target_vocabulary_size,
+        decoder_layers=config.decoder_layers,
+        heads=config.heads,
+        head_size=config.head_size,
+        candidates=min(CANDIDATES, config.target_vocabulary_size),
+    )
+
+
+def encoder_model(model: Transformer, dimensions: Dimensions) -> ir.Model:
+    """encoder.onnx, in memory."""
+    batch, source = Dim("batch"), Dim("source")
+    example = (torch.zeros(2, 7, dtype=torch.long), torch.ones(2, 7, dtype=torch.bool))
+    return export_module(
+        EncoderGraph(model),
+        example,
+        ({0: batch, 1: source}, {0: batch, 1: source}),
+        graph.encoder_inputs(),
+        graph.encoder_outputs(dimensions),
+    )
+
+
+def decoder_step_model(model: Transformer, dimensions: Dimensions) -> ir.Model:
+    """decoder_step.onnx, in memory."""
+    sizes = {"batch": 2, "query": 3, "source": 7, "capacity": 16}
+    symbols = {name: Dim(name) for name in sizes}
+    inputs = graph.decoder_step_inputs(dimensions)
+
+    def example(spec: graph.TensorSpec) -> torch.Tensor:
+        shape = [sizes[axis] if isinstance(axis, str) else axis for axis in spec.axes]
+        return torch.zeros(shape, dtype=getattr(torch, spec.dtype))
+
+    def shapes(spec: graph.TensorSpec) -> dict[int, Any]:
+        return {i: symbols[axis] for i, axis in enumerate(spec.axes) if isinstance(axis, str)}
+
+    single, caches = inputs[:5], 2 * dimensions.decoder_layers
+    keys_values = inputs[5 : 5 + caches], inputs[5 + caches :]
+    return export_module(
+        DecoderStepGraph(model, dimensions.candidates),
+        (*map(example, single), *([example(spec) for spec in specs] for specs in keys_values)),
+        (*map(shapes, single), *([shapes(spec) for spec in specs] for specs in keys_values)),
+        inputs,
+        graph.decoder_step_outputs(dimensions),
+    )
+
+
+def write_fp32_variant(model: Transformer, folder: Path) -> Dimensions:
+    """Write both graphs and their weights into a new folder.
+
+    Args:
+        model: in fp32.
+        folder: created.
+
+    Returns:
+        What the graphs show of the model.
+
+    Raises:
+        ExportError: PyTorch's exporter failed.
+    """
+    dimensions = dimensions_of(model)
+    folder.mkdir(parents=True)
+    weights = WeightsFile(folder / graph.WEIGHTS)
+    weights.write(encoder_model(model, dimensions), folder / graph.ENCODER)
+    weights.write(decoder_step_model(model, dimensions), folder / graph.DECODER_STEP)
+    return dimensions

@@ -1,0 +1,67 @@
+"""What PyTorch says, without any cache: the source of truth for a teacher-forced target."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from reference_model import Transformer
+
+
+@dataclass(frozen=True)
+class ReferenceRun:
+    """One forward pass over whole targets.
+
+    Attributes:
+        log_probs: [B, T, V] float64.
+        keys_values: every tensor that the graphs cache, by its name in the graph table: self_* [B, H, T, D] and
+            cross_* [B, H, S, D], float64.
+    """
+
+    log_probs: NDArray[np.float64]
+    keys_values: dict[str, NDArray[np.float64]]
+
+
+def in_precision(model: Transformer, dtype: torch.dtype) -> Transformer:
+    """A copy of a model that computes in another float type, position table included."""
+    return copy.deepcopy(model).to(dtype).eval()
+
+
+@torch.inference_mode()
+def run_reference(model: Transformer, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor) -> ReferenceRun:
+    """Run a model once over whole targets and keep what its decoder projects.
+
+    Args:
+        model: in the precision to measure.
+        source_ids: [B, S].
+        source_mask: [B, S].
+        target_ids: [B, T], from the start token on.
+    """
+    kept: dict[str, Tensor] = {}
+    hooks = [
+        linear.register_forward_hook(_keep(kept, f"{kind}_{part}_{i}"))
+        for i, layer in enumerate(model.decoder_layers)
+        for kind, attention in (("self", layer.self_attention), ("cross", layer.cross_attention))
+        for part, linear in (("key", attention.W_k), ("value", attention.W_v))
+    ]
+    try:
+        log_probs = model(source_ids, source_mask, target_ids).double().log_softmax(-1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    split = model.decoder_layers[0].self_attention.split_heads
+    return ReferenceRun(log_probs.numpy(), {name: split(x).double().numpy() for name, x in kept.items()})
+
+
+def _keep(kept: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+    def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        kept[name] = output
+
+    return hook

@@ -1,0 +1,132 @@
+"""What verification measured, and the verdict."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorComparison:
+    """How far one tensor is from a float64 run of the reference.
+
+    Attributes:
+        name: as in the graph's table.
+        error: largest absolute difference.
+        own_error: PyTorch's own in float32.
+        limit: the largest accepted error.
+    """
+
+    name: str
+    error: float
+    own_error: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """Within the limit; an error that is not a number is not."""
+        return self.error <= self.limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """The first token of a generation that is not PyTorch's.
+
+    Attributes:
+        index: of the golden input.
+        text: of the golden input, if it has one.
+        step: of the token, from 0.
+        expected: the token that PyTorch gave; None if it had ended.
+        found: the token that came; None if it had ended.
+        margin: between PyTorch's two best tokens at this step, in float64.
+    """
+
+    index: int
+    text: str | None
+    step: int
+    expected: int | None
+    found: int | None
+    margin: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationComparison:
+    """Whole generations, held to PyTorch's.
+
+    Attributes:
+        name: how they were run, such as "greedy, alone".
+        count: golden inputs.
+        identical: generations with every token the same.
+        tie_margin: a first divergence with a margin below this is a tie: both tokens are right.
+        ties: those.
+        divergences: the others.
+    """
+
+    name: str
+    count: int
+    identical: int
+    tie_margin: float
+    ties: list[Divergence] = field(default_factory=list)
+    divergences: list[Divergence] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Nothing diverged but for ties, and something was compared."""
+        return self.count > 0 and not self.divergences
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityReport:
+    """The verdict on one variant of a bundle.
+
+    Attributes:
+        variant: its name.
+        backend: what ran it.
+        synthetic: whether the golden inputs are random ids instead of real text.
+        tensors: step-by-step comparisons; empty when the checkpoint was not at hand.
+        argmax_agreement: share of teacher-forced steps with PyTorch's best token; None likewise.
+        generations: golden inputs.
+    """
+
+    variant: str
+    backend: str
+    synthetic: bool
+    tensors: list[TensorComparison]
+    argmax_agreement: float | None
+    generations: list[GenerationComparison]
+
+    @property
+    def passed(self) -> bool:
+        """Every comparison passed."""
+        return all(c.passed for c in self.tensors) and all(c.passed for c in self.generations)
+
+    @property
+    def worst_tensor(self) -> TensorComparison | None:
+        """The tensor closest to its limit, or furthest beyond."""
+        return max(self.tensors, key=lambda c: c.error / c.limit, default=None)
+
+    def to_json(self) -> str:
+        """The report as JSON, each part with its verdict."""
+        state: dict[str, Any] = {"passed": self.passed, **asdict(self)}
+        for name in ("tensors", "generations"):
+            for entry, part in zip(state[name], getattr(self, name), strict=True):
+                entry["passed"] = part.passed
+        return json.dumps(state, indent=2, ensure_ascii=False) + "\n"
+
+    def problems(self) -> list[str]:
+        """Every failure in a sentence."""
+        found = [
+            f"{c.name}: error {c.error:.2e} is above {c.limit:.2e} (PyTorch's own float32 error is {c.own_error:.2e})"
+            for c in self.tensors
+            if not c.passed
+        ]
+        for comparison in self.generations:
+            if not comparison.count:
+                found.append(f"{comparison.name}: no golden inputs to compare")
+            found += [
+                f"{comparison.name}: input {d.index}{'' if d.text is None else f' ({d.text!r})'} diverges at token "
+                f"{d.step}: expected {d.expected}, found {d.found}, margin {d.margin:.2e}"
+                for d in comparison.divergences
+            ]
+        return found
