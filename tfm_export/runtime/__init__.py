@@ -1,0 +1,1 @@
+"""Backends: each gives a `StepModel`, the seam that decoding sees."""

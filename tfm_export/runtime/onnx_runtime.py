@@ -1,0 +1,265 @@
+"""The step model on ONNX Runtime's CPU provider. Importing this module raises BackendUnavailable where there is none.
+
+A step costs one call of the session. Every input and output lies in memory that is bound once: the caches are input
+and output at the same address, so the graph writes into them in place, and the small arrays of a step are copied into
+buffers that stay bound until a shape changes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfm_export.bundle import Bundle, Limits
+from tfm_export.errors import BundleError, RequestError
+from tfm_export.extras import require_onnxruntime
+from tfm_export.graph import (
+    DECODER_STEP,
+    ENCODER,
+    Dimensions,
+    TensorSpec,
+    cache_output_name,
+    decoder_step_inputs,
+    decoder_step_outputs,
+    encoder_inputs,
+    encoder_outputs,
+)
+from tfm_export.precision import PRECISIONS
+from tfm_export.runtime.checks import check_encode, check_finite, check_step_arrays, step_problems
+from tfm_export.runtime.host_memory import HostMemory
+from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepOutput
+from tfm_export.runtime.threads import usable_cpus
+
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession, IOBinding, SessionOptions
+
+onnxruntime = require_onnxruntime()
+_ONNX_TYPES = {"float32": "float"}  # where ONNX Runtime's word for a type is another
+
+
+class OnnxModel:
+    """A bundle's ONNX graphs, loaded; the `StepModel` of the CPU. Safe to use from several threads.
+
+    Attributes:
+        dimensions: the sizes that the graphs show.
+        limits: the longest sequences.
+        float_type: the dtype of caches and cross-attention keys and values.
+        threads: how many threads an operator may use.
+    """
+
+    def __init__(self, bundle: Bundle, *, variant: str = "fp32", threads: int | None = None) -> None:
+        """Load the two graphs of a variant.
+
+        Args:
+            bundle: an open bundle.
+            variant: the precision, a folder under onnx/.
+            threads: threads an operator may use; None for the CPUs this process may use.
+
+        Raises:
+            BundleError: the bundle has no such variant, or a graph does not load or is not of the expected form.
+            RequestError: threads is less than 1.
+        """
+        if threads is not None and threads < 1:
+            raise RequestError(f"threads must be at least 1, found {threads}")
+        folder = bundle.variant_path(variant)
+        self.dimensions, self.limits = bundle.manifest.dimensions, bundle.manifest.limits
+        self.float_type, self.threads = PRECISIONS[variant].float_type, threads or usable_cpus()
+        outputs = encoder_outputs(self.dimensions, self.float_type)
+        self._encoder: InferenceSession | None = _load(folder / ENCODER, encoder_inputs(), outputs, self.threads)
+        inputs = decoder_step_inputs(self.dimensions, self.float_type)
+        outputs = decoder_step_outputs(self.dimensions, self.float_type)
+        self._decoder_step: InferenceSession | None = _load(folder / DECODER_STEP, inputs, outputs, self.threads)
+
+    def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> OnnxSentences:
+        """Run the encoder on a padded batch and set up its caches; see `StepModel.encode`."""
+        encoder, decoder_step = self._encoder, self._decoder_step
+        if encoder is None or decoder_step is None:
+            raise RequestError("the model is closed", "load the bundle again")
+        check_encode(source_ids, source_mask, capacity, dimensions=self.dimensions, limits=self.limits)
+        memory = HostMemory(source_mask, capacity, self.dimensions, self.float_type)
+        binding = encoder.io_binding()
+        binding.bind_cpu_input("source_ids", np.ascontiguousarray(source_ids, np.int64))
+        binding.bind_cpu_input("source_mask", memory.source_mask)
+        for name, array in memory.cross.items():
+            _bind_output(binding, name, array)
+        encoder.run_with_iobinding(binding)
+        memory.zero_padding()
+        return OnnxSentences(decoder_step, memory, self.dimensions, self.limits)
+
+    def close(self) -> None:
+        """Let go of the sessions; what batches still need goes with the last of them."""
+        self._encoder = self._decoder_step = None
+
+
+class OnnxSentences:
+    """A batch of sentences whose caches lie in numpy's memory; see `Sentences`.
+
+    Attributes:
+        session: of the decoder step.
+        memory: the caches, and what the encoder gave.
+    """
+
+    def __init__(self, session: InferenceSession, memory: HostMemory, dimensions: Dimensions, limits: Limits) -> None:
+        self.session, self.memory, self._dimensions, self._limits = session, memory, dimensions, limits
+        self._bound: _BoundStep | None = None
+
+    @property
+    def size(self) -> int:
+        """B: rows in use."""
+        return self.memory.size
+
+    @property
+    def capacity(self) -> int:
+        """C: slots of each row."""
+        return self.memory.capacity
+
+    def step(
+        self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, full: bool = False
+    ) -> StepOutput:
+        """Write Q tokens into the cache and say what may follow each; see `Sentences.step`."""
+        memory, bound = self.memory, self._bound
+        check_step_arrays(target_ids, positions, write_index, self_mask, size=memory.size, capacity=memory.capacity)
+        query = target_ids.shape[1]
+        if bound is None or bound.query != query or bound.full != full:
+            bound = self._bound = _BoundStep(self.session, memory, self._dimensions, self._limits, query, full)
+        if not bound.fill(target_ids, positions, write_index, self_mask):
+            raise RequestError(
+                step_problems(
+                    target_ids, positions, write_index, self_mask, dimensions=self._dimensions, limits=self._limits
+                )
+            )
+        self.session.run_with_iobinding(bound.binding)
+        memory.written = max(memory.written, int(write_index.max()) + query)
+        check_finite(bound.best)
+        return bound.output
+
+    def grow(self, capacity: int) -> None:
+        """Give every row `capacity` slots, keeping what is written and zeroing the rest."""
+        self.memory.grow(capacity)
+        self._bound = None
+
+    def move(self, source: int, target: int) -> None:
+        """Copy row `source` over row `target`."""
+        self.memory.move(source, target)
+
+    def shrink(self, size: int) -> None:
+        """Keep the first `size` rows."""
+        self.memory.shrink(size)
+        self._bound = None
+
+    def read(self, name: str) -> Floats:
+        """A copy of a cache or a cross-attention tensor; see `Sentences.read`."""
+        return self.memory.read(name)
+
+    def append(self, other: Sentences) -> None:
+        """Copy the rows of freshly encoded sentences of the same model behind this batch's rows."""
+        if not isinstance(other, OnnxSentences) or other.session is not self.session:
+            raise RequestError("sentences can only join a batch of the same model")
+        self.memory.append(other.memory)
+        self._bound = None
+
+
+class _BoundStep:
+    """A step of fixed shapes, with everything bound: fill the inputs, run the binding, read `output`.
+
+    The integer inputs lie side by side in one buffer, so that a single comparison finds any that is out of range: seen
+    as unsigned numbers, negative ones are large.
+    """
+
+    def __init__(
+        self,
+        session: InferenceSession,
+        memory: HostMemory,
+        dimensions: Dimensions,
+        limits: Limits,
+        query: int,
+        full: bool,
+    ) -> None:
+        self.query, self.full, size = query, full, memory.size
+        tokens = size * query
+        integers = np.zeros(2 * tokens + size, np.int64)
+        self._target_ids = integers[:tokens].reshape(size, query)
+        self._positions = integers[tokens : 2 * tokens].reshape(size, query)
+        self._write_index = integers[2 * tokens :]
+        self._self_mask = np.zeros((size, 1, query, memory.capacity), np.bool_)
+        self._unsigned, self._bounds = integers.view(np.uint64), np.empty(2 * tokens + size, np.uint64)
+        self._bounds[:tokens] = dimensions.target_vocabulary_size
+        self._bounds[tokens : 2 * tokens] = limits.max_target_length
+        self._bounds[2 * tokens :] = max(memory.capacity - query + 1, 0)
+
+        top = (size, query, dimensions.candidates)
+        log_probs = np.zeros((size, query, dimensions.target_vocabulary_size), np.float32) if full else None
+        self.output = StepOutput(np.zeros(top, np.float32), np.zeros(top, np.int64), log_probs)
+        self.best: Floats = self.output.top_log_probs[:, :, 0]
+        self.binding = self._bind(session, memory)
+
+    def _bind(self, session: InferenceSession, memory: HostMemory) -> IOBinding:
+        binding = session.io_binding()
+        for name, array in memory.in_use().items():
+            binding.bind_cpu_input(name, array)
+            if name in memory.caches:
+                _bind_output(binding, cache_output_name(name), array)  # at the same address: updated in place
+        binding.bind_cpu_input("target_ids", self._target_ids)
+        binding.bind_cpu_input("positions", self._positions)
+        binding.bind_cpu_input("write_index", self._write_index)
+        binding.bind_cpu_input("self_mask", self._self_mask)
+        _bind_output(binding, "top_log_probs", self.output.top_log_probs)
+        _bind_output(binding, "top_ids", self.output.top_ids)
+        if self.output.log_probs is not None:
+            _bind_output(binding, "log_probs", self.output.log_probs)
+        return binding
+
+    def fill(self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask) -> bool:
+        """Copy the inputs into the bound buffers; False if one is out of range or a query sees nothing."""
+        self._target_ids[:] = target_ids
+        self._positions[:] = positions
+        self._write_index[:] = write_index
+        self._self_mask[:] = self_mask
+        return bool((self._unsigned < self._bounds).all() and self._self_mask.any(-1).all())
+
+
+def _bind_output(binding: IOBinding, name: str, array: NDArray[Any]) -> None:
+    """Have an output written into an array's memory."""
+    binding.bind_ortvalue_output(name, onnxruntime.OrtValue.ortvalue_from_numpy(array))
+
+
+def _session_options(threads: int) -> SessionOptions:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3  # errors; warnings are about the optimiser's own doings
+    # A plan of the memory is kept for every combination of shapes, and batches have new ones all the time.
+    options.enable_mem_pattern = False
+    # Two sessions have two thread pools: idle threads of one would spin on the CPUs that the other needs.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return options
+
+
+def _load(path: Path, inputs: list[TensorSpec], outputs: list[TensorSpec], threads: int) -> InferenceSession:
+    """Load a graph and compare its inputs and outputs with the table."""
+    try:
+        session = onnxruntime.InferenceSession(path, _session_options(threads), providers=["CPUExecutionProvider"])
+    except Exception as problem:  # its exceptions have no base class of their own
+        raise BundleError(
+            f"{path} cannot be loaded by ONNX Runtime {onnxruntime.__version__}: {problem}", "export the bundle again"
+        ) from problem
+    problems = []
+    for what, expected, found in (
+        ("input", inputs, session.get_inputs()),
+        ("output", outputs, session.get_outputs()),
+    ):
+        types = {value.name: value.type for value in found}
+        wanted = {spec.name: f"tensor({_ONNX_TYPES.get(spec.dtype, spec.dtype)})" for spec in expected}
+        problems += [f"{path}: {what} {name} is missing" for name in wanted.keys() - types.keys()]
+        problems += [f"{path}: {what} {name} is not one of the expected" for name in types.keys() - wanted.keys()]
+        problems += [
+            f"{path}: {what} {name} must be {wanted[name]}, found {types[name]}"
+            for name in wanted.keys() & types.keys()
+            if wanted[name] != types[name]
+        ]
+    if problems:
+        raise BundleError(sorted(problems), "export the bundle again")
+    return session
