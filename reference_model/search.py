@@ -32,7 +32,8 @@ class Hypothesis:
 
     def normalised_score(self, length_penalty: float) -> float:
         """score / length ** length_penalty; the end token counts."""
-        return self.score / max(len(self.log_probs), 1) ** length_penalty
+        length: float = max(len(self.log_probs), 1) ** length_penalty
+        return self.score / length
 
 
 @torch.inference_mode()
@@ -73,7 +74,90 @@ def greedy(
     return [_hypothesis([t for t, _ in row], [p for _, p in row], special) for row in chosen]
 
 
+class BeamSearch:
+    """Beam search over one sentence, one step at a time.
+
+    Each step extends every live hypothesis by every token and looks at the 2 x beam_size best results. Those that end
+    and are among the first beam_size are finished; the first beam_size that do not end live on. The search is over
+    when beam_size hypotheses are finished, or at `max_length` tokens, where the live ones count too.
+
+    Attributes:
+        live: the hypotheses to extend, the best first: their tokens and the log-probability of each.
+        finished: those that came to their end, in the order in which they did.
+        over: no step is left to do.
+    """
+
+    def __init__(self, special: SpecialIds, max_length: int, beam_size: int) -> None:
+        self.special, self.max_length, self.beam_size = special, max_length, beam_size
+        self.live: list[tuple[list[int], list[float]]] = [([], [])]
+        self.finished: list[Hypothesis] = []
+        self.over = False
+
+    def targets(self) -> list[list[int]]:
+        """The decoder's input for each live hypothesis, all of one length."""
+        return [[self.special.bos, *tokens] for tokens, _ in self.live]
+
+    def step(self, log_probs: Tensor) -> None:
+        """Extend by one token, given the log-probabilities [live, V] of the token after each of `targets`."""
+        totals = log_probs.double() + torch.tensor([[sum(values)] for _, values in self.live], dtype=torch.double)
+        best = totals.flatten().topk(min(2 * self.beam_size, totals.numel())).indices
+        chosen_log_probs = log_probs.flatten()[best].tolist()
+        extended = []
+        for rank, (index, log_prob) in enumerate(zip(best.tolist(), chosen_log_probs, strict=True)):
+            row, token = divmod(index, log_probs.size(1))
+            tokens, values = [*self.live[row][0], token], [*self.live[row][1], log_prob]
+            if token != self.special.eos:
+                extended.append((tokens, values))
+            elif rank < self.beam_size:
+                self.finished.append(_hypothesis(tokens, values, self.special))
+        self.live = extended[: self.beam_size]
+        if len(self.finished) >= self.beam_size:
+            self.over = True
+        elif len(self.live[0][0]) == self.max_length:
+            self.finished += [_hypothesis(tokens, values, self.special) for tokens, values in self.live]
+            self.over = True
+
+    def results(self, length_penalty: float) -> list[Hypothesis]:
+        """At most beam_size finished hypotheses, the best first."""
+        return sorted(self.finished, key=lambda h: -h.normalised_score(length_penalty))[: self.beam_size]
+
+
 @torch.inference_mode()
+def beam_batch(
+    model: Transformer,
+    source_ids: Tensor,
+    source_mask: Tensor,
+    special: SpecialIds,
+    max_length: int,
+    beam_size: int,
+    length_penalty: float = 1.0,
+) -> list[list[Hypothesis]]:
+    """`BeamSearch` over several sentences side by side: they share the decoder's runs and nothing else.
+
+    Args:
+        model: in evaluation mode.
+        source_ids: [B, S] int64.
+        source_mask: [B, S] bool.
+        special: the start and end ids.
+        max_length: at most this many tokens, the end token included.
+        beam_size: hypotheses kept at each step.
+        length_penalty: see `Hypothesis.normalised_score`.
+
+    Returns:
+        At most beam_size hypotheses a sentence, the best first.
+    """
+    memory = model.encode(source_ids, source_mask)
+    searches = [BeamSearch(special, max_length, beam_size) for _ in range(source_ids.size(0))]
+    while going := [i for i, search in enumerate(searches) if not search.over]:
+        # Every search is at the same step, so all targets have one length. Row r belongs to sentence sentences[r].
+        sentences = [i for i in going for _ in searches[i].live]
+        targets = torch.tensor([target for i in going for target in searches[i].targets()])
+        log_probs = next_log_probs(model, memory[sentences], source_mask[sentences], targets)
+        for i, rows in zip(going, log_probs.split([len(searches[i].live) for i in going]), strict=True):
+            searches[i].step(rows)
+    return [search.results(length_penalty) for search in searches]
+
+
 def beam(
     model: Transformer,
     source_ids: Tensor,
@@ -82,47 +166,9 @@ def beam(
     beam_size: int,
     length_penalty: float = 1.0,
 ) -> list[Hypothesis]:
-    """Beam search over one sentence.
-
-    Each step extends every live hypothesis by every token and looks at the 2 x beam_size best results. Those that end
-    and are among the first beam_size are finished; the first beam_size that do not end live on. The search is over
-    when beam_size hypotheses are finished, or at `max_length` tokens, where the live ones count too.
-
-    Args:
-        model: in evaluation mode.
-        source_ids: [S] int64, without padding.
-        special: the start and end ids.
-        max_length: at most this many tokens, the end token included.
-        beam_size: hypotheses kept at each step.
-        length_penalty: see `Hypothesis.normalised_score`.
-
-    Returns:
-        At most beam_size hypotheses, the best first.
-    """
+    """`beam_batch` for one sentence: source_ids [S] int64, without padding."""
     source_mask = torch.ones(1, source_ids.size(0), dtype=torch.bool)
-    memory = model.encode(source_ids[None], source_mask)
-    live: list[tuple[list[int], list[float]]] = [([], [])]
-    finished: list[Hypothesis] = []
-    for _ in range(max_length):
-        rows = len(live)
-        target = torch.tensor([[special.bos, *tokens] for tokens, _ in live])
-        log_probs = next_log_probs(model, memory.expand(rows, -1, -1), source_mask.expand(rows, -1), target)
-        totals = log_probs.double() + torch.tensor([[sum(p)] for _, p in live], dtype=torch.double)
-        best = totals.flatten().topk(min(2 * beam_size, totals.numel())).indices.tolist()
-        extended: list[tuple[list[int], list[float]]] = []
-        for rank, index in enumerate(best):
-            row, token = divmod(index, log_probs.size(1))
-            tokens, values = [*live[row][0], token], [*live[row][1], log_probs[row, token].item()]
-            if token != special.eos:
-                extended.append((tokens, values))
-            elif rank < beam_size:
-                finished.append(_hypothesis(tokens, values, special))
-        live = extended[:beam_size]
-        if len(finished) >= beam_size:
-            break
-    else:
-        finished += [_hypothesis(tokens, values, special) for tokens, values in live]
-    return sorted(finished, key=lambda h: -h.normalised_score(length_penalty))[:beam_size]
+    return beam_batch(model, source_ids[None], source_mask, special, max_length, beam_size, length_penalty)[0]
 
 
 def _hypothesis(tokens: list[int], log_probs: list[float], special: SpecialIds) -> Hypothesis:
