@@ -1,0 +1,146 @@
+"""A StepModel whose answers are a table, and which watches how it is used.
+
+Its cache holds the written tokens and their positions, NaN where nothing was written. What may follow a query depends on
+the tokens that its mask lets it see, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfm_export.bundle import Limits, SpecialIds
+from tfm_export.errors import NumericError, RequestError
+from tfm_export.graph import Dimensions
+from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepOutput
+
+SPECIAL = SpecialIds(pad=0, bos=1, eos=2, source_ends_with_eos=False, unk=3)
+
+# (source, tokens from the start token on) -> log-probabilities [V] of the next token.
+Table = Callable[[tuple[int, ...], tuple[int, ...]], NDArray[np.float64]]
+
+
+def random_table(vocabulary: int = 5, seed: int = 0, sharpness: float = 2.0) -> Table:
+    """Independent random logits after every prefix of every source."""
+
+    def table(source: tuple[int, ...], path: tuple[int, ...]) -> NDArray[np.float64]:
+        generator = np.random.default_rng([seed, zlib.crc32(repr((source, path)).encode())])
+        logits = generator.normal(size=vocabulary) * sharpness
+        return logits - np.logaddexp.reduce(logits)
+
+    return table
+
+
+class FakeModel:
+    """See the module.
+
+    Args:
+        table: what follows what.
+        vocabulary: V.
+        candidates: N.
+        longest: limit of both sides.
+    """
+
+    def __init__(self, table: Table, vocabulary: int = 5, candidates: int = 5, longest: int = 12) -> None:
+        self.table, self.encodes, self.steps, self.full_steps = table, 0, 0, 0
+        self.moves, self.grows, self.rows_stepped = 0, 0, 0
+        self.queries: list[int] = []
+        self._dimensions = Dimensions(
+            source_vocabulary_size=50,
+            target_vocabulary_size=vocabulary,
+            decoder_layers=1,
+            heads=1,
+            head_size=1,
+            candidates=min(candidates, vocabulary),
+        )
+        self._limits = Limits(max_source_length=longest, max_target_length=longest)
+
+    @property
+    def dimensions(self) -> Dimensions:
+        return self._dimensions
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> FakeSentences:
+        assert source_mask.any(1).all() and source_ids.shape == source_mask.shape
+        self.encodes += 1
+        sources = [tuple(ids[mask].tolist()) for ids, mask in zip(source_ids, source_mask, strict=True)]
+        return FakeSentences(self, sources, capacity)
+
+    def close(self) -> None: ...
+
+
+class FakeSentences:
+    """Rows of (token, position) slots."""
+
+    def __init__(self, model: FakeModel, sources: Sequence[tuple[int, ...]], capacity: int) -> None:
+        self.model, self.sources = model, list(sources)
+        self.slots = np.full((len(sources), capacity, 2), np.nan)
+
+    @property
+    def size(self) -> int:
+        return len(self.sources)
+
+    @property
+    def capacity(self) -> int:
+        return int(self.slots.shape[1])
+
+    def step(
+        self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, full: bool = False
+    ) -> StepOutput:
+        size, queries = target_ids.shape
+        model, vocabulary = self.model, self.model.dimensions.target_vocabulary_size
+        if size != self.size or positions.shape != (size, queries) or write_index.shape != (size,):
+            raise RequestError(f"shapes {target_ids.shape} {positions.shape} {write_index.shape} for {self.size} rows")
+        if self_mask.shape != (size, 1, queries, self.capacity) or self_mask.dtype != np.bool_:
+            raise RequestError(f"mask {self_mask.shape} for {(size, 1, queries, self.capacity)}")
+        if (write_index + queries > self.capacity).any() or (write_index < 0).any():
+            raise RequestError(f"write_index {write_index} + {queries} passes the capacity {self.capacity}")
+        if not self_mask.any(-1).all():
+            raise RequestError("a query sees nothing")
+        if positions.min() < 0 or positions.max() >= model.limits.max_target_length:
+            raise RequestError(f"position {positions.max()} is not in the table")
+        if target_ids.min() < 0 or target_ids.max() >= vocabulary:
+            raise RequestError("id out of range")
+        model.steps, model.full_steps = model.steps + 1, model.full_steps + full
+        model.rows_stepped += size
+        model.queries.append(queries)
+        log_probs: Floats = np.empty((size, queries, vocabulary), np.float32)
+        for row in range(size):
+            place = slice(write_index[row], write_index[row] + queries)
+            self.slots[row, place, 0], self.slots[row, place, 1] = target_ids[row], positions[row]
+            for query in range(queries):
+                seen = self.slots[row, self_mask[row, 0, query]]
+                if np.isnan(seen).any():
+                    raise NumericError(f"row {row}, query {query} sees a slot that was not written")
+                path, order = seen[:, 0].astype(int), seen[:, 1]
+                assert (order == np.arange(len(order))).all(), f"positions {order} of path {path}"
+                assert path[-1] == target_ids[row, query], "a query must see itself last"
+                log_probs[row, query] = model.table(self.sources[row], tuple(path.tolist()))
+        order = np.argsort(-log_probs, axis=-1, kind="stable")[..., : model.dimensions.candidates]
+        return StepOutput(np.take_along_axis(log_probs, order, -1), order, log_probs if full else None)
+
+    def grow(self, capacity: int) -> None:
+        assert capacity > self.capacity
+        self.model.grows += 1
+        more = np.full((self.size, capacity - self.capacity, 2), np.nan)
+        self.slots = np.concatenate([self.slots, more], axis=1)
+
+    def move(self, source: int, target: int) -> None:
+        self.model.moves += 1
+        self.slots[target], self.sources[target] = self.slots[source], self.sources[source]
+
+    def shrink(self, size: int) -> None:
+        assert 0 < size <= self.size
+        self.slots, self.sources = self.slots[:size].copy(), self.sources[:size]
+
+    def append(self, other: Sentences) -> None:
+        assert isinstance(other, FakeSentences)
+        fresh = np.full((other.size, self.capacity, 2), np.nan)
+        self.slots = np.concatenate([self.slots, fresh])
+        self.sources += other.sources

@@ -1,0 +1,258 @@
+"""How to decode: every option, validated when it is made.
+
+Names and meanings are CTranslate2's. Where CTranslate2 and Hugging Face's `generate` do differently, the difference is
+an option of its own, and `compatibility` sets them all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+from tfm_export.bundle import SpecialIds
+from tfm_export.errors import RequestError
+
+if TYPE_CHECKING:
+    from tfm_export.decoding.constraints import Constraint
+
+Compatibility = Literal["ctranslate2", "huggingface"]
+LengthFormula = Literal["with_prefix", "without_prefix", "gnmt"]
+ScoreChange = Literal["before_softmax", "after_softmax"]
+
+COMPATIBILITIES = ("ctranslate2", "huggingface")
+BATCH_TYPES = ("examples", "tokens")
+LENGTH_FORMULAS = ("with_prefix", "without_prefix", "gnmt")
+SCORE_CHANGES = ("before_softmax", "after_softmax")
+EARLY_STOPPING = (True, False, "never")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """The rules that differ between the two worlds, as they hold for some options.
+
+    Attributes:
+        stop_rule: see `DecodeOptions.stop_rule`.
+        early_stopping: see `DecodeOptions.early_stopping`.
+        length_formula: see `DecodeOptions.length_formula`.
+        score_change: see `DecodeOptions.score_change`.
+        start_token_repeats: see `DecodeOptions.start_token_repeats`.
+        end_after_prefix: see `DecodeOptions.end_after_prefix`.
+    """
+
+    stop_rule: Compatibility
+    early_stopping: bool | Literal["never"]
+    length_formula: LengthFormula
+    score_change: ScoreChange
+    start_token_repeats: bool
+    end_after_prefix: Literal["any_rank", "first_rank"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions:
+    """How to decode. Lengths count target tokens: the forced prefix and the end token do, the start token does not.
+
+    Attributes:
+        beam_size: K, hypotheses kept at each step; 1 is greedy search or sampling.
+        patience: CTranslate2's stop rule ends a search at round(beam_size * patience) finished hypotheses.
+        num_hypotheses: how many to return; with sampling, how many to draw.
+        length_penalty: the exponent by which a hypothesis's length divides its score; 0 compares plain sums.
+        length_formula: "with_prefix" counts every token of the target (CTranslate2), "without_prefix" only those that
+            were searched for (Hugging Face), "gnmt" divides by ((5 + length) / 6) ** length_penalty (Wu et al. 2016).
+        stop_rule: when a beam search ends. "ctranslate2": at round(beam_size * patience) finished hypotheses; without
+            a length penalty already when the best candidate of some step has finished and num_hypotheses have.
+            "huggingface": see early_stopping.
+        early_stopping: under Hugging Face's rule, once beam_size hypotheses have finished: True ends the search; False
+            does when no live one would beat the worst finished one at its present length; "never" at the length most
+            favourable to it.
+        score_change: whether masks and penalties act before the softmax is normalised (the rest share the mass of
+            what is forbidden: CTranslate2, and Hugging Face unless it searches with beams) or after.
+        repetition_penalty: tokens that the target has already get this many times less likely (Keskar et al. 2019).
+        no_repeat_ngram_size: no n-gram of this size may come twice; 0 allows all.
+        start_token_repeats: the start token counts as one that the target has already (Hugging Face).
+        end_after_prefix: whether an end token right after a forced prefix may come from any of the beam_size best
+            candidates, or only from the best (CTranslate2).
+        disable_unk: never generate the unknown token.
+        suppress_sequences: sequences never to generate; one of a single token forbids that token.
+        prefix_bias_beta: target_prefix becomes a wish: while a hypothesis follows it, its next token's probability p
+            becomes (1 - beta) p + beta. 0 forces the prefix.
+        target_prefix: tokens that every target begins with. They are part of the result, with log-probability 0.
+        start_tokens: what the decoder starts from, instead of the model's start token; not part of the result. A
+            target language's token goes here, or into target_prefix or forced_bos if the result shall have it.
+        forced_bos: the token that every target begins with; it counts as searched for.
+        forced_eos: the token that a target ends with at the length limit, with log-probability 0.
+        end_token: what ends a target, one id or several; None takes the model's.
+        return_end_token: leave the end token in the result.
+        max_decoding_length: the longest target; None is the longest that the model takes.
+        min_decoding_length: no end token before so many tokens. 0, since it is what PyTorch's own greedy search does
+            (CTranslate2's own default is 1).
+        sampling_topk: draw from so many of the best tokens; 1 takes the best, 0 draws from all.
+        sampling_topp: draw from the best tokens whose probabilities reach this sum.
+        sampling_temperature: divides the log-probabilities before the draw.
+        seed: the same one draws the same tokens, whatever else is in the batch; None draws anew each time.
+        return_scores: give the log-probability of every token.
+        return_logits_vocab: give the log-probabilities of the whole vocabulary at every token.
+        return_alternatives: return one hypothesis for each of the num_hypotheses likeliest tokens after the prefix.
+        min_alternative_expansion_prob: an alternative less likely than this is left out.
+        constraint: which tokens may follow what; see constraints.py.
+        coverage_penalty: needs attention weights; refused until a step gives them.
+        return_attention: likewise.
+        replace_unknowns: likewise.
+        max_batch_size: how much is decoded at once, in batch_type.
+        batch_type: "examples", or "tokens" of padded sources.
+        compatibility: whose rules hold where an option above is None.
+    """
+
+    beam_size: int = 1
+    patience: float = 1.0
+    num_hypotheses: int = 1
+    length_penalty: float = 1.0
+    length_formula: LengthFormula | None = None
+    stop_rule: Compatibility | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    score_change: ScoreChange | None = None
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    start_token_repeats: bool | None = None
+    end_after_prefix: Literal["any_rank", "first_rank"] | None = None
+    disable_unk: bool = False
+    suppress_sequences: Sequence[Sequence[int]] = ()
+    prefix_bias_beta: float = 0.0
+    target_prefix: Sequence[int] = ()
+    start_tokens: Sequence[int] | None = None
+    forced_bos: int | None = None
+    forced_eos: int | None = None
+    end_token: int | Sequence[int] | None = None
+    return_end_token: bool = False
+    max_decoding_length: int | None = None
+    min_decoding_length: int = 0
+    sampling_topk: int = 1
+    sampling_topp: float = 1.0
+    sampling_temperature: float = 1.0
+    seed: int | None = None
+    return_scores: bool = True
+    return_logits_vocab: bool = False
+    return_alternatives: bool = False
+    min_alternative_expansion_prob: float = 0.0
+    constraint: Constraint | None = None
+    coverage_penalty: float = 0.0
+    return_attention: bool = False
+    replace_unknowns: bool = False
+    max_batch_size: int = 32
+    batch_type: Literal["examples", "tokens"] = "examples"
+    compatibility: Compatibility = "ctranslate2"
+
+    def __post_init__(self) -> None:
+        problems = [*_out_of_range(self), *_contradictions(self), *_unsupported(self)]
+        if problems:
+            raise RequestError(problems)
+        for name in ("target_prefix", "start_tokens"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(value))
+        object.__setattr__(self, "suppress_sequences", tuple(tuple(sequence) for sequence in self.suppress_sequences))
+
+    @cached_property
+    def rules(self) -> Rules:
+        """The rules that hold: those chosen, and the compatible world's for the rest."""
+        huggingface = self.compatibility == "huggingface"
+        # Hugging Face's beam search changes log-probabilities, its greedy search and sampling change logits.
+        late = huggingface and self.beam_size > 1
+        return Rules(
+            stop_rule=self.stop_rule or self.compatibility,
+            early_stopping=False if self.early_stopping is None else self.early_stopping,
+            length_formula=self.length_formula or ("without_prefix" if huggingface else "with_prefix"),
+            score_change=self.score_change or ("after_softmax" if late else "before_softmax"),
+            start_token_repeats=huggingface if self.start_token_repeats is None else self.start_token_repeats,
+            end_after_prefix=self.end_after_prefix or ("any_rank" if huggingface else "first_rank"),
+        )
+
+    @property
+    def enough(self) -> int:
+        """The finished hypotheses at which CTranslate2's stop rule ends a search."""
+        return max(math.floor(self.beam_size * self.patience + 0.5), 1)
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn."""
+        return self.sampling_topk != 1 and self.sampling_temperature != 0
+
+    def end_ids(self, special: SpecialIds) -> tuple[int, ...]:
+        """What ends a target."""
+        if self.end_token is None:
+            return (special.eos,)
+        return (self.end_token,) if isinstance(self.end_token, int) else tuple(self.end_token)
+
+    def divisor(self, length: int, prefix: int) -> float:
+        """What the score of a hypothesis of `length` tokens is divided by, of which `prefix` were forced."""
+        counted = max(length - prefix if self.rules.length_formula == "without_prefix" else length, 1)
+        return float((5 + counted) / 6 if self.rules.length_formula == "gnmt" else counted) ** self.length_penalty
+
+
+def _out_of_range(o: DecodeOptions) -> Iterator[str]:
+    at_least = {"beam_size": 1, "num_hypotheses": 1, "max_batch_size": 1, "no_repeat_ngram_size": 0}
+    at_least |= {"min_decoding_length": 0, "sampling_topk": 0, "sampling_temperature": 0}
+    for name, least in at_least.items():
+        if not getattr(o, name) >= least:
+            yield f"{name} must be at least {least}, found {getattr(o, name)}"
+    for name in ("patience", "repetition_penalty"):
+        if not 0 < getattr(o, name) < math.inf:
+            yield f"{name} must be above 0, found {getattr(o, name)}"
+    if not math.isfinite(o.length_penalty):
+        yield f"length_penalty must be a finite number, found {o.length_penalty}"
+    if not 0 < o.sampling_topp <= 1:
+        yield f"sampling_topp must be above 0 and at most 1, found {o.sampling_topp}"
+    if not 0 <= o.prefix_bias_beta < 1:
+        yield f"prefix_bias_beta must be at least 0 and below 1, found {o.prefix_bias_beta}"
+    if not 0 <= o.min_alternative_expansion_prob <= 1:
+        yield f"min_alternative_expansion_prob must be from 0 to 1, found {o.min_alternative_expansion_prob}"
+    if o.max_decoding_length is not None and o.max_decoding_length < 1:
+        yield f"max_decoding_length must be at least 1, found {o.max_decoding_length}"
+    choices = {"compatibility": COMPATIBILITIES, "batch_type": BATCH_TYPES, "stop_rule": (None, *COMPATIBILITIES)}
+    choices |= {"length_formula": (None, *LENGTH_FORMULAS), "score_change": (None, *SCORE_CHANGES)}
+    choices |= {"end_after_prefix": (None, "any_rank", "first_rank"), "early_stopping": (None, *EARLY_STOPPING)}
+    for name, allowed in choices.items():
+        if getattr(o, name) not in allowed:
+            yield f"{name} must be one of {', '.join(map(repr, allowed))}, found {getattr(o, name)!r}"
+    if any(not sequence for sequence in o.suppress_sequences):
+        yield "suppress_sequences must not hold an empty sequence"
+    if o.end_token is not None and not isinstance(o.end_token, int) and not o.end_token:
+        yield "end_token must name at least one id"
+    if o.start_tokens is not None and not o.start_tokens:
+        yield "start_tokens must name at least one id"
+
+
+def _contradictions(o: DecodeOptions) -> Iterator[str]:
+    stop_rule = o.stop_rule or o.compatibility
+    if o.max_decoding_length is not None and o.min_decoding_length > o.max_decoding_length:
+        yield f"min_decoding_length {o.min_decoding_length} is above max_decoding_length {o.max_decoding_length}"
+    if o.early_stopping is not None and stop_rule != "huggingface":
+        yield "early_stopping belongs to Hugging Face's stop rule: set stop_rule or compatibility to 'huggingface'"
+    if o.patience != 1 and stop_rule != "ctranslate2":
+        yield "patience belongs to CTranslate2's stop rule: set stop_rule to 'ctranslate2'"
+    if o.patience != 1 and o.beam_size == 1:
+        yield "patience needs a beam_size above 1"
+    if o.samples and o.beam_size > 1:
+        yield "sampling draws single tokens: it needs beam_size 1"
+    if not o.samples:
+        idle = {"sampling_topp": o.sampling_topp != 1, "seed": o.seed is not None}
+        idle["sampling_temperature"] = o.sampling_temperature not in (0, 1)
+        yield from (f"{name} has no effect unless tokens are drawn: set sampling_topk" for name in idle if idle[name])
+    if not o.samples and not o.return_alternatives:
+        most = o.beam_size if stop_rule == "huggingface" else o.enough
+        if o.num_hypotheses > most:
+            yield f"num_hypotheses {o.num_hypotheses} is more than the {most} that the search finishes"
+    if o.prefix_bias_beta and o.return_alternatives:
+        yield "prefix_bias_beta and return_alternatives exclude each other: alternatives come after a forced prefix"
+    if o.forced_bos is not None and o.target_prefix:
+        yield "forced_bos and target_prefix both say how the target begins: give one"
+    if o.min_alternative_expansion_prob and not o.return_alternatives:
+        yield "min_alternative_expansion_prob has no effect without return_alternatives"
+
+
+def _unsupported(o: DecodeOptions) -> Iterator[str]:
+    wants = {"coverage_penalty": o.coverage_penalty != 0, "return_attention": o.return_attention}
+    wants["replace_unknowns"] = o.replace_unknowns
+    for name in (name for name, wanted in wants.items() if wanted):
+        yield f"{name} needs attention weights, which this runtime's decoder step does not give"

@@ -1,0 +1,115 @@
+"""What decoding is asked for one source, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Cancellation(Protocol):
+    """Tells that a request is no longer wanted; threading.Event is one."""
+
+    def is_set(self) -> bool:
+        """Whether to stop."""
+        ...
+
+
+@dataclass(frozen=True)
+class SettledToken:
+    """A token that can no longer change.
+
+    Attributes:
+        token: its id.
+        log_prob: its log-probability; 0 where it was forced.
+    """
+
+    token: int
+    log_prob: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A source and what is its own among the options.
+
+    Attributes:
+        source: ids, exactly as the encoder gets them.
+        target_prefix: tokens that the target begins with; None takes the options' prefix.
+        seed: of this request's samples; None takes the options' seed.
+        deadline: seconds from its admission after which it gives what it has.
+        cancelled: asked before every step.
+        on_tokens: called with the tokens that a step settled; True ends the request there.
+    """
+
+    source: Sequence[int]
+    target_prefix: Sequence[int] | None = None
+    seed: int | None = None
+    deadline: float | None = None
+    cancelled: Cancellation | None = None
+    on_tokens: Callable[[list[SettledToken]], bool | None] | None = None
+
+
+class Reason(Enum):
+    """Why a request came to its end."""
+
+    END = "end token"
+    LENGTH = "length limit"
+    DEADLINE = "deadline"
+    CANCELLED = "cancelled"
+    CALLBACK = "callback"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hypothesis:
+    """One way to go on to the end.
+
+    Attributes:
+        tokens: target ids, the forced prefix included, without the start token; the end token only where the options
+            ask for it.
+        score: the sum of log_probs, divided as the options' length formula says.
+        log_probs: the log-probability of each token and of the end token, if it came; 0 where a token was forced.
+            None where the options do not want them.
+        finished: an end token came.
+        distributions: float32 [tokens, V], the log-probabilities that each token was chosen from (the forced ones
+            excepted), where the options ask for them.
+    """
+
+    tokens: list[int]
+    score: float
+    log_probs: list[float] | None
+    finished: bool
+    distributions: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """What a request cost.
+
+    Attributes:
+        steps: decoder steps that it took part in.
+        seconds: from its admission to its end; batch mates share them.
+        cache_bytes: its self-attention cache at the end, in 32-bit floats.
+    """
+
+    steps: int
+    seconds: float
+    cache_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The answer to a request.
+
+    Attributes:
+        hypotheses: the best first.
+        statistics: what they cost.
+        reason: why it ended.
+    """
+
+    hypotheses: list[Hypothesis]
+    statistics: Statistics
+    reason: Reason

@@ -1,0 +1,224 @@
+"""The live batch: which row holds which sentence, where its next tokens go in the cache, and what they may see.
+
+Every row is a sentence with K queries a step (its beams; K is 1 for greedy search). The cache is append-only: query k of
+a step writes slot write_index + k of its row, and the row's mask says which slots are on query k's own path. Re-ranking
+beams permutes mask rows; no step moves or copies a cache. A row first takes in its prompt (the start token and a forced
+prefix), several tokens a step. Rows that join while others decode take in their prompt beside them, K tokens a step.
+
+Letters: R rows allocated, B rows live (the first B), K queries of a decoding row, Q queries of this step, C slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepModel, StepOutput
+
+FIRST_CAPACITY = 16
+# A prompt is taken in by pieces such that a step's log_probs [B, Q, V] stay below this many numbers.
+LARGEST_STEP = 1 << 24
+
+
+class Rows:
+    """A batch whose sentences join and leave at different times.
+
+    Args:
+        model: what runs the steps.
+        width: K.
+        longest: slots that the longest target will need; capacity grows up to it.
+    """
+
+    def __init__(self, model: StepModel, width: int, longest: int) -> None:
+        self.size = 0
+        self.width = width
+        self._model = model
+        self._longest = longest
+        self._sentences: Sentences | None = None
+        self._source_length = 0
+        self._beams = np.arange(width)
+        self._capacity = FIRST_CAPACITY
+        self._prompts: list[list[int]] = []
+        self._prompting = self._left = False
+        self._reserve(0)
+
+    # What the search reads and steers.
+
+    @property
+    def capacity(self) -> int:
+        """C, the slots of each row."""
+        return self._capacity
+
+    @property
+    def source_length(self) -> int:
+        """S, to which the sources are padded."""
+        return self._source_length
+
+    @property
+    def ready(self) -> Ids:
+        """The rows for which the last step said what may follow: those with no prompt left."""
+        if not self._prompting:
+            return self.index[: self.size]
+        return np.flatnonzero([not prompt for prompt in self._prompts[: self.size]])
+
+    def feed(self, rows: Ids, tokens: Ids) -> None:
+        """Make tokens [len(rows), K] the next step's."""
+        self._ids[rows] = tokens
+
+    def rerank(self, rows: Ids, parents: Ids) -> None:
+        """Let query k of each of the rows go on from the path of query parents[row, k]."""
+        paths = self._mask.reshape(-1, self._capacity)
+        # mode="clip" writes straight into `out`; no index is out of range.
+        moved = np.take(paths, rows[:, None] * self.width + parents, axis=0, out=self._spare[: len(rows)], mode="clip")
+        self._mask[rows, 0] = moved
+
+    # A step.
+
+    def step(self, *, full: bool) -> StepOutput:
+        """Run the decoder over every row's next tokens.
+
+        Returns:
+            [B, K, ...], or [B, 1, ...] when every row was taking in its prompt. What follows a prompt that has just
+            come to its end stands in the last query.
+        """
+        if self._prompting:
+            return self._step_with_prompts(full)
+        self._make_room(self.width)
+        size = self.size
+        self._mark_own_slots(self.index[:size])
+        output = self._run(self._ids[:size], self._positions[:size], self._mask[:size], full)
+        self._write_index[:size] += self.width
+        self._positions[:size] += 1
+        return output
+
+    def _step_with_prompts(self, full: bool) -> StepOutput:
+        size, prompts = self.size, self._prompts[: self.size]
+        decoding = np.flatnonzero([not prompt for prompt in prompts])
+        queries = self.width
+        if not decoding.size:
+            most = LARGEST_STEP // (size * self._model.dimensions.target_vocabulary_size)
+            queries = max(min(max(map(len, prompts)), most), 1)
+        self._make_room(queries)
+        if queries == self.width:
+            ids, positions, mask = self._ids, self._positions, self._mask
+        else:
+            ids, positions = np.zeros((size, queries), np.int64), np.zeros((size, queries), np.int64)
+            mask = np.zeros((size, 1, queries, self._capacity), np.bool_)
+        self._mark_own_slots(decoding)
+        taken = np.full(size, self.width)
+        for row, prompt in enumerate(prompts):
+            if prompt:
+                taken[row] = piece = min(queries, len(prompt))
+                # Queries beyond the piece repeat its last token: they see what it sees, so they say what it says.
+                offsets = np.minimum(np.arange(queries), piece - 1)
+                ids[row] = np.asarray(prompt)[offsets]
+                positions[row] = self._write_index[row] + offsets
+                mask[row, 0] = np.arange(self._capacity) <= positions[row, :, None]
+        output = self._run(ids[:size], positions[:size], mask[:size], full)
+        self._positions[decoding] += 1
+        self._write_index[:size] += taken
+        for row in np.flatnonzero([bool(prompt) for prompt in prompts]):
+            self._end_piece(int(row), int(taken[row]))
+        self._prompting = any(self._prompts[:size])
+        return output if decoding.size else _last_query(output)
+
+    def _end_piece(self, row: int, piece: int) -> None:
+        del self._prompts[row][:piece]
+        done = self._write_index[row]
+        self._positions[row] = done
+        self._mask[row, 0] = np.arange(self._capacity) < done
+
+    def _mark_own_slots(self, rows: Ids) -> None:
+        self._mask[rows[:, None], 0, self._beams, self._write_index[rows][:, None] + self._beams] = True
+
+    def _run(self, ids: Ids, positions: Ids, mask: Mask, full: bool) -> StepOutput:
+        assert self._sentences is not None, "a step needs a row"
+        return self._sentences.step(ids, positions, self._write_index[: self.size], mask, full=full)
+
+    # Joining and leaving.
+
+    def join(self, sources: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], pad: int) -> None:
+        """Encode sources and put them behind the live rows.
+
+        Args:
+            sources: ids of each.
+            prompts: what each decoder takes in first.
+            pad: fills shorter sources.
+        """
+        if not self.size:
+            self._capacity = max(FIRST_CAPACITY, max(map(len, prompts)) + self.width)
+        first, length = self.size, max(map(len, sources))
+        ids, mask = np.full((len(sources), length), pad, np.int64), np.zeros((len(sources), length), np.bool_)
+        for row, source in enumerate(sources):
+            ids[row, : len(source)] = source
+            mask[row, : len(source)] = True
+        fresh = self._model.encode(ids, mask, capacity=self._capacity)
+        if self._sentences is None:
+            self._sentences, self._source_length = fresh, length
+        else:
+            self._sentences.append(fresh)
+            self._source_length = max(self._source_length, length)
+        self._reserve(first + len(sources))
+        self.size = first + len(sources)
+        self._write_index[first : self.size] = 0
+        self._prompts[first:] = [list(prompt) for prompt in prompts]
+        self._prompting = True
+
+    def leave(self, row: int) -> int | None:
+        """Take a row out of the batch: the last live row is moved into its place.
+
+        Returns:
+            Which row moved there; None where the last one left. `settle` must follow.
+        """
+        assert self._sentences is not None, "only a row can leave"
+        self.size -= 1
+        last, self._left = self.size, True
+        prompt = self._prompts.pop()
+        if row == last:
+            return None
+        self._sentences.move(last, row)
+        for array in (self._ids, self._positions, self._write_index, self._mask):
+            array[row] = array[last]
+        self._prompts[row] = prompt
+        return last
+
+    def settle(self) -> None:
+        """Give up the rows that `leave` emptied."""
+        if self._left and self._sentences is not None and self.size:
+            self._sentences.shrink(self.size)
+        if not self.size:
+            self._sentences = None
+        self._left, self._prompting = False, any(self._prompts)
+
+    # Memory.
+
+    def _make_room(self, queries: int) -> None:
+        needed = int(self._write_index[: self.size].max()) + queries
+        if needed > self._capacity:
+            assert self._sentences is not None, "growing needs a row"
+            self._capacity = max(needed, min(2 * self._capacity, self._longest))
+            self._sentences.grow(self._capacity)
+            self._reserve(len(self._write_index))
+
+    def _reserve(self, rows: int) -> None:
+        """Have arrays for so many rows of this capacity, keeping what they hold."""
+        width, old = self.width, getattr(self, "_mask", np.zeros((0, 1, self.width, 0), np.bool_))
+        rows = max(rows, len(old))
+        if rows == len(old) and self._capacity == old.shape[3]:
+            return
+        arrays = np.zeros((rows, width), np.int64), np.zeros((rows, width), np.int64), np.zeros(rows, np.int64)
+        mask = np.zeros((rows, 1, width, self._capacity), np.bool_)
+        if self.size:
+            for new, array in zip(arrays, (self._ids, self._positions, self._write_index), strict=True):
+                new[: self.size] = array[: self.size]
+            mask[: self.size, :, :, : old.shape[3]] = old[: self.size]
+        self._ids, self._positions, self._write_index = arrays
+        self._mask, self._spare = mask, np.zeros((rows, width, self._capacity), np.bool_)
+        self.index: NDArray[np.int64] = np.arange(rows)
+
+
+def _last_query(output: StepOutput) -> StepOutput:
+    full: Floats | None = None if output.log_probs is None else output.log_probs[:, -1:]
+    return StepOutput(output.top_log_probs[:, -1:], output.top_ids[:, -1:], full)
