@@ -8,10 +8,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ctranslate2
 import numpy as np
@@ -34,14 +35,14 @@ class Hypothesis:
 
     Attributes:
         tokens: target ids, without the start token; the end token only with return_end_token.
-        score: CTranslate2's, None unless return_scores was asked for. With a length_penalty other than 0 it is
+        score: CTranslate2's, nan unless return_scores was asked for. With a length_penalty other than 0 it is
             divided by length ** length_penalty, in greedy search too.
         logits: [length, V] each, with return_logits_vocab.
         attention: [length, S], with return_attention.
     """
 
     tokens: list[int]
-    score: float | None = None
+    score: float = math.nan
     logits: list[NDArray[np.float32]] | None = None
     attention: list[list[float]] | None = None
 
@@ -123,10 +124,12 @@ def _spec(model: Transformer) -> TransformerSpec:
     spec.encoder.embeddings[0].weight = _array(model.source_embedding.weight)
     spec.decoder.embeddings.weight = _array(model.target_embedding.weight)
     spec.encoder.position_encodings.encodings = spec.decoder.position_encodings.encodings = table
-    for into, layer in zip(spec.encoder.layer, model.encoder_layers, strict=True):
+    encoder_layers: list[Any] = list(model.encoder_layers)
+    for into, layer in zip(spec.encoder.layer, encoder_layers, strict=True):
         _self_attention(into.self_attention, layer.self_attention, layer.self_attention_residual.norm)
         _feed_forward(into.ffn, layer)
-    for into, layer in zip(spec.decoder.layer, model.decoder_layers, strict=True):
+    decoder_layers: list[Any] = list(model.decoder_layers)
+    for into, layer in zip(spec.decoder.layer, decoder_layers, strict=True):
         _self_attention(into.self_attention, layer.self_attention, layer.self_attention_residual.norm)
         _cross_attention(into.attention, layer.cross_attention, layer.cross_attention_residual.norm)
         _feed_forward(into.ffn, layer)
@@ -190,7 +193,7 @@ class Peer:
         self.source_tokens, self.target_tokens = (_read_vocabulary(Path(folder), side) for side in ("source", "target"))
         self._target_ids = {token: i for i, token in enumerate(self.target_tokens)}
 
-    def __enter__(self) -> Peer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -241,7 +244,7 @@ class Peer:
         for i, names in enumerate(result.hypotheses):
             yield Hypothesis(
                 tokens=[self._target_ids[name] for name in names],
-                score=result.scores[i] if result.scores else None,
+                score=result.scores[i] if result.scores else math.nan,
                 logits=[np.array(x) for x in result.logits[i]] if result.logits else None,
                 attention=result.attention[i] if result.attention else None,
             )

@@ -3,61 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from reference_model import search
 from reference_model.checkpoint import Checkpoint, GenerationDefaults, SpecialIds
-from reference_model.config import TransformerConfig
-from reference_model.model import Transformer
 from reference_model.vocabulary import Vocabulary
 
 pytest.importorskip("ctranslate2")
 
-from benchmarks.peers.ctranslate2 import Peer, build, translate  # noqa: E402
-
-SPECIAL = SpecialIds()
-LENGTH = 12
-CONFIGURATIONS = {
-    "post-norm": {},
-    "pre-norm": {"norm_first": True, "final_norm": True, "activation": "gelu"},
-    "pre-norm without final norm, shared": {"norm_first": True, "share_embeddings": True, "tie_projection": True},
-    "post-norm with final norm, tied": {"final_norm": True, "tie_projection": True, "activation": "gelu"},
-}
-
-
-def random_model(**fields: object) -> Transformer:
-    """Unequal depths, an unusual epsilon, no weight at its initial 0 or 1."""
-    torch.manual_seed(0)
-    sizes = {"source_vocabulary_size": 30, "target_vocabulary_size": 30 if "share_embeddings" in fields else 37}
-    config = TransformerConfig.preset(
-        "tiny", **{**sizes, "encoder_layers": 3, "decoder_layers": 2, "layer_norm_epsilon": 1e-3, **fields}
-    )
-    model = Transformer(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.dim() == 1 else 0.02))
-        # Scores that hang on the latest token, so that targets vary; an end token that comes to some of them.
-        model.target_embedding.weight.mul_(4)
-        model.projection.weight[SPECIAL.eos] *= 1.5
-    return model
-
-
-def random_sources() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 30, (n,), generator=generator).tolist() for n in (4, 9, 1, 6, 12, 3, 3, 7)]
-
-
-def reference_greedy(model: Transformer, sources: list[list[int]]) -> list[search.Hypothesis]:
-    width = max(map(len, sources))
-    ids = torch.tensor([source + [SPECIAL.pad] * (width - len(source)) for source in sources])
-    mask = torch.arange(width) < torch.tensor([[len(source)] for source in sources])
-    return search.greedy(model, ids, mask, SPECIAL, LENGTH)
+from benchmarks.peers.ctranslate2 import Peer, build, translate
+from tests.benchmarks.random_models import (
+    CONFIGURATIONS,
+    LENGTH,
+    SPECIAL,
+    random_model,
+    random_sources,
+    reference_greedy,
+)
 
 
 @pytest.mark.parametrize("fields", CONFIGURATIONS.values(), ids=CONFIGURATIONS.keys())
-def test_greedy_gives_the_tokens_and_scores_of_the_reference(fields: dict[str, object], tmp_path: Path) -> None:
+def test_greedy_gives_the_tokens_and_scores_of_the_reference(fields: dict[str, Any], tmp_path: Path) -> None:
     model, sources = random_model(**fields), random_sources()
     expected = reference_greedy(model, sources)
     with Peer(build(model, tmp_path), threads=1) as peer:
@@ -86,7 +55,12 @@ def test_beam_gives_the_n_best_list_of_the_reference(tmp_path: Path) -> None:
 
 def test_int8_stays_near(tmp_path: Path) -> None:
     model, sources = random_model(), random_sources()
-    options = {"max_decoding_length": 4, "min_decoding_length": 4, "return_scores": True, "length_penalty": 0}
+    options: dict[str, Any] = {
+        "max_decoding_length": 4,
+        "min_decoding_length": 4,
+        "return_scores": True,
+        "length_penalty": 0,
+    }
     exact = translate(build(model, tmp_path / "float32"), sources, threads=1, **options)
     near = translate(build(model, tmp_path / "int8", "int8"), sources, threads=1, **options)
     assert (tmp_path / "int8" / "model.bin").stat().st_size < 0.5 * (tmp_path / "float32" / "model.bin").stat().st_size
@@ -109,7 +83,7 @@ def test_a_checkpoint_brings_its_vocabularies_and_special_ids(tmp_path: Path) ->
         checkpoint.model, torch.tensor([source]), torch.ones(1, 4, dtype=torch.bool), special, LENGTH
     )
     with Peer(build(checkpoint, tmp_path), threads=1) as peer:
-        assert peer.source_tokens[5] == "c" and peer.target_tokens[5] == "C"
+        assert (peer.source_tokens[5], peer.target_tokens[5]) == ("c", "C")
         assert peer.translate([source], max_decoding_length=LENGTH)[0][0].tokens == expected.tokens
         forced = peer.translate([source], max_decoding_length=LENGTH, target_prefix=[[9, 8]])[0][0].tokens
     assert forced[:2] == [9, 8]
