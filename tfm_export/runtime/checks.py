@@ -6,7 +6,7 @@ Letters as in `step_model`.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from tfm_export.bundle import Limits
 from tfm_export.errors import NumericError, RequestError
@@ -125,9 +125,9 @@ def _range_problems(name: str, ids: Ids, size: int) -> list[str]:
     return [f"{name} must be from 0 to {size - 1}, found {_some(ids[wrong])}: rows {_rows(wrong)}"]
 
 
-def _rows(wrong: ArrayLike) -> str:
+def _rows(wrong: NDArray[np.bool_] | np.bool_) -> str:
     """The indices along the first axis at which anything is True."""
-    return _some(np.nonzero(wrong)[0])
+    return _some(np.nonzero(np.asarray(wrong))[0])
 
 
 def _some(values: NDArray[np.int64], limit: int = 8) -> str:

@@ -1,0 +1,74 @@
+"""Text to ids and back.
+
+A bundle's tokenizer/tokenizer.json names its kind; each kind is a file of this package, imported when a bundle has it,
+with a function `load(state, bundle)` that returns a `Tokenizer`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from typing import Protocol
+
+from tfm_export.bundle import TOKENIZER, Bundle
+from tfm_export.errors import BundleError
+
+KINDS = {"vocabulary": "tfm_export.tokenizer.vocabulary"}
+FILE = f"{TOKENIZER}/tokenizer.json"
+
+
+class Tokenizer(Protocol):
+    """What a model needs of a tokenizer. Safe to use from several threads."""
+
+    def encode_source(self, text: str) -> list[int]:
+        """The ids of a source text, exactly what the encoder gets: the end token is appended where the model wants it.
+
+        Raises:
+            RequestError: the text is empty, or has tokens that the model does not know and cannot stand for.
+        """
+        ...
+
+    def decode_target(self, ids: Sequence[int]) -> str:
+        """The text of a target; padding, start and end tokens are left out.
+
+        Raises:
+            RequestError: an id that is not in the vocabulary.
+        """
+        ...
+
+    def source_tokens(self, ids: Sequence[int]) -> list[str]:
+        """The token of each source id, for people to read.
+
+        Raises:
+            RequestError: an id that is not in the vocabulary.
+        """
+        ...
+
+    def target_tokens(self, ids: Sequence[int]) -> list[str]:
+        """The token of each target id, for people to read.
+
+        Raises:
+            RequestError: an id that is not in the vocabulary.
+        """
+        ...
+
+
+def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
+    """The tokenizer of a bundle; None if it has none and takes ids only.
+
+    Raises:
+        BundleError: the tokenizer is of a kind that this version does not know, or its file is not as it should be.
+    """
+    if FILE not in bundle.manifest.files:
+        return None
+    path = bundle.path / FILE
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        kind = state["kind"]
+    except (ValueError, TypeError, KeyError) as problem:
+        raise BundleError(f"{path} does not describe a tokenizer: {problem}", "export the bundle again") from None
+    if kind not in KINDS:
+        raise BundleError(f"{path} is of kind {kind!r}; this tfm-export reads {', '.join(KINDS)}", "update tfm-export")
+    tokenizer: Tokenizer = importlib.import_module(KINDS[kind]).load(state, bundle)
+    return tokenizer
