@@ -1,0 +1,92 @@
+"""Variants exported once a session, each of another configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from reference_model import Transformer
+from tests.conftest import build_tiny_model
+from tfm_export.bundle import Bundle, GenerationDefaults, Limits, Manifest, SpecialIds
+from tfm_export.export.variant import dimensions_of, write_fp32_variant
+
+CONFIGURATIONS = {
+    # Post-norm as in the paper, everything separate.
+    "paper": {},
+    # Pre-norm, one table for everything, unequal depths, three heads of 20, a feed-forward narrower than the model.
+    "tied": {
+        "norm_first": True,
+        "final_norm": True,
+        "activation": "gelu",
+        "share_embeddings": True,
+        "tie_projection": True,
+        "d_model": 60,
+        "heads": 3,
+        "d_ff": 48,
+        "encoder_layers": 1,
+        "decoder_layers": 3,
+    },
+}
+FULL_CONFIGURATIONS = {
+    "one head": {"heads": 1, "decoder_layers": 1},
+    "heads of 7": {"d_model": 42, "heads": 6, "d_ff": 31},
+    "heads of 12, vocabularies of 7 and 3": {
+        "d_model": 60,
+        "heads": 5,
+        "source_vocabulary_size": 7,
+        "target_vocabulary_size": 3,
+        "encoder_layers": 3,
+        "decoder_layers": 1,
+    },
+    "pre-norm without final norms": {"norm_first": True},
+    "post-norm with final norms": {"final_norm": True, "tie_projection": True},
+    "a vocabulary of 64,001": {"target_vocabulary_size": 64_001},
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A model and a bundle with its graphs, without tokenizer and golden inputs."""
+
+    model: Transformer
+    bundle: Bundle
+
+    @property
+    def folder(self) -> Path:
+        """Of the graphs."""
+        return self.bundle.variant_path("fp32")
+
+
+@pytest.fixture(scope="session")
+def export_configuration(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exported]:
+    """Exports a configuration by name, once."""
+    done: dict[str, Exported] = {}
+
+    def export(name: str) -> Exported:
+        if name not in done:
+            model = build_tiny_model(seed=5, **{**CONFIGURATIONS, **FULL_CONFIGURATIONS}[name])
+            path = tmp_path_factory.mktemp("exported")
+            write_fp32_variant(model, path / "onnx" / "fp32")
+            length = model.config.max_length
+            manifest = Manifest(
+                dimensions=dimensions_of(model),
+                limits=Limits(max_source_length=length, max_target_length=length),
+                special_ids=SpecialIds(pad=0, bos=1, eos=2, source_ends_with_eos=True),
+                generation=GenerationDefaults(max_length=length),
+                variants={"fp32": {}},
+            )
+            done[name] = Exported(model, Bundle(path, manifest))
+        return done[name]
+
+    return export
+
+
+@pytest.fixture(
+    params=[*CONFIGURATIONS, *(pytest.param(name, marks=pytest.mark.full) for name in FULL_CONFIGURATIONS)]
+)
+def exported(request: pytest.FixtureRequest, export_configuration: Callable[[str], Exported]) -> Exported:
+    """Every configuration in turn."""
+    return export_configuration(request.param)

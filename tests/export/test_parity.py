@@ -1,0 +1,77 @@
+"""Random models through both graphs: every tensor, step by step, at shapes that were not traced."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import build_tiny_model
+from tests.export.conftest import Exported
+from tfm_export.precision import PRECISIONS
+from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.verify import steps
+from tfm_export.verify.reference import run_reference
+
+TOLERANCE = PRECISIONS["fp32"].tolerance
+
+
+@pytest.fixture
+def runtime(exported: Exported) -> OnnxModel:
+    """The graphs, loaded."""
+    return OnnxModel(exported.bundle, threads=1)
+
+
+def test_every_tensor_is_pytorchs_step_by_step(exported: Exported, runtime: OnnxModel) -> None:
+    comparison = steps.compare_steps(runtime, exported.model, TOLERANCE)
+    layers = exported.model.config.decoder_layers
+    assert len(comparison.tensors) == 4 * layers + 2  # self and cross, key and value; log_probs and top_log_probs
+    for tensor in comparison.tensors:
+        assert tensor.passed, tensor
+    assert comparison.argmax_agreement == 1
+
+
+def test_to_the_end_of_the_position_table(
+    exported: Exported, runtime: OnnxModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = exported.model.config.max_length
+    case = {"batch": 2, "source": longest, "target": longest, "prefix": 1, "seed": 9}
+    monkeypatch.setattr(steps, "CASES", (case,))
+    assert all(t.passed for t in steps.compare_steps(runtime, exported.model, TOLERANCE).tensors)
+
+
+def test_padding_of_any_width_changes_nothing(exported: Exported, runtime: OnnxModel) -> None:
+    ids = np.array([[5, 1, 2]])
+    if exported.model.config.source_vocabulary_size < 6:
+        ids = ids % exported.model.config.source_vocabulary_size
+    crosses = []
+    for width in (3, 4, 30):
+        padded, mask = np.zeros((1, width), np.int64), np.zeros((1, width), np.bool_)
+        padded[:, :3], mask[:, :3] = ids, True
+        crosses.append(runtime.encode(padded, mask, capacity=1).read("cross_key_0")[:, :, :3])
+    for cross in crosses[1:]:
+        np.testing.assert_allclose(cross, crosses[0], atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-6, 0.05])
+def test_a_difference_is_found_if_it_matters(export_configuration, size: float) -> None:
+    exported = export_configuration("paper")
+    other = build_tiny_model(seed=5)
+    with torch.no_grad():
+        other.decoder_layers[1].cross_attention.W_v.weight[0, 0] += size
+    comparison = steps.compare_steps(OnnxModel(exported.bundle, threads=1), other, TOLERANCE)
+    failed = {t.name for t in comparison.tensors if not t.passed}
+    assert failed == (set() if size < 1e-3 else {"cross_value_1", "log_probs", "top_log_probs"})
+
+
+def test_the_reference_keeps_what_the_cache_holds() -> None:
+    """The hooks give the projections that attention itself computes."""
+    model = build_tiny_model(seed=3)
+    ids, mask = torch.tensor([[4, 5, 6, 2]]), torch.ones(1, 4, dtype=torch.bool)
+    run = run_reference(model, ids, mask, torch.tensor([[1, 7, 8]]))
+    memory = model.encode(ids, mask)
+    key, value = model.decoder_layers[1].cross_attention.keys_values(memory)
+    np.testing.assert_array_equal(run.keys_values["cross_key_1"], key.detach().double().numpy())
+    np.testing.assert_array_equal(run.keys_values["cross_value_1"], value.detach().double().numpy())
+    assert run.keys_values["self_key_0"].shape == (1, 4, 3, 16)
+    assert not model.decoder_layers[0].self_attention.W_k._forward_hooks

@@ -1,0 +1,207 @@
+"""The bundle's folder: nothing half-written is seen, nothing of the user's is lost, nothing altered is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tfm_export.bundle import (
+    Bundle,
+    GenerationDefaults,
+    Limits,
+    Manifest,
+    SpecialIds,
+    check_target,
+    new_bundle,
+    write_text,
+)
+from tfm_export.errors import BundleError
+from tfm_export.graph import Dimensions
+
+MANIFEST = Manifest(
+    dimensions=Dimensions(
+        source_vocabulary_size=7,
+        target_vocabulary_size=9,
+        decoder_layers=2,
+        heads=3,
+        head_size=4,
+        candidates=9,
+    ),
+    limits=Limits(max_source_length=12, max_target_length=15),
+    special_ids=SpecialIds(pad=0, bos=1, eos=2, source_ends_with_eos=True),
+    generation=GenerationDefaults(max_length=10),
+)
+
+
+def make_bundle(path: Path, content: str = "ä content") -> Bundle:
+    with new_bundle(path, MANIFEST, force=False) as bundle:
+        write_text(bundle.path / "golden.jsonl", content)
+        bundle.add_files({"golden.jsonl": "for the test"})
+    return Bundle.open(path)
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_a_manifest_survives_a_round_trip(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path / "b")
+    assert bundle.manifest == Bundle.open(tmp_path / "b").manifest
+    assert bundle.manifest.dimensions == MANIFEST.dimensions
+    assert bundle.manifest.files["golden.jsonl"].bytes == len("ä content".encode())
+
+
+def test_a_bundle_is_readable_by_other_users(tmp_path: Path) -> None:
+    make_bundle(tmp_path / "b")
+    assert (tmp_path / "b").stat().st_mode & 0o777 == 0o755
+    assert {p.stat().st_mode & 0o777 for p in (tmp_path / "b").iterdir()} == {0o644}
+
+
+def test_a_failure_while_filling_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), new_bundle(tmp_path / "b", MANIFEST, force=False) as bundle:
+        write_text(bundle.path / "golden.jsonl", "x")
+        raise RuntimeError
+    assert leftovers(tmp_path) == []
+
+
+def test_a_failure_under_force_leaves_the_old_bundle(tmp_path: Path) -> None:
+    make_bundle(tmp_path / "b", "old")
+    with pytest.raises(RuntimeError), new_bundle(tmp_path / "b", MANIFEST, force=True) as bundle:
+        write_text(bundle.path / "golden.jsonl", "new")
+        raise RuntimeError
+    assert leftovers(tmp_path) == ["b"]
+    assert (tmp_path / "b" / "golden.jsonl").read_text() == "old"
+
+
+def test_force_replaces_the_whole_bundle(tmp_path: Path) -> None:
+    make_bundle(tmp_path / "b", "old")
+    (tmp_path / "b" / "stray").write_text("of the old one")
+    with new_bundle(tmp_path / "b", MANIFEST, force=True) as bundle:
+        write_text(bundle.path / "golden.jsonl", "new")
+        bundle.add_files({"golden.jsonl": "for the test"})
+    assert leftovers(tmp_path) == ["b"]
+    assert leftovers(tmp_path / "b") == ["bundle.json", "golden.jsonl"]
+    assert (tmp_path / "b" / "golden.jsonl").read_text() == "new"
+
+
+def test_an_existing_bundle_is_refused_without_force(tmp_path: Path) -> None:
+    make_bundle(tmp_path / "b")
+    with pytest.raises(BundleError, match="exists") as caught:
+        check_target(tmp_path / "b", force=False)
+    assert "--force" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_is_not_a_bundle_is_never_replaced(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "precious"
+    if kind == "file":
+        path.write_text("thesis")
+    else:
+        path.mkdir()
+        (path / "thesis.tex").write_text("thesis")
+    with pytest.raises(BundleError, match="not a bundle"):
+        check_target(path, force=True)
+
+
+def test_a_second_writer_that_was_faster_is_not_overwritten(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="exists"), new_bundle(tmp_path / "b", MANIFEST, force=False):
+        make_bundle(tmp_path / "b", "the faster one's")
+    assert (tmp_path / "b" / "golden.jsonl").read_text() == "the faster one's"
+    assert leftovers(tmp_path) == ["b"]
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    """The limit on a file's size stands for the disk's: the system refuses the same write in the same way."""
+    code = f"""
+import resource, sys
+from pathlib import Path
+from tests.test_bundle import MANIFEST, new_bundle, write_text
+from tfm_export.errors import BundleError
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    with new_bundle(Path({str(tmp_path / "b")!r}), MANIFEST, force=False) as bundle:
+        (bundle.path / "weights").write_bytes(b"x" * 5000)
+except BundleError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "could not be written" in result.stdout
+    assert "MB free" in result.stdout
+    assert leftovers(tmp_path) == []
+
+
+def test_missing_and_altered_files_are_all_named(tmp_path: Path) -> None:
+    with new_bundle(tmp_path / "b", MANIFEST, force=False) as bundle:
+        for name in ("missing", "longer", "flipped", "whole"):
+            write_text(bundle.path / name, "0123456789")
+        bundle.add_files(dict.fromkeys(("missing", "longer", "flipped", "whole"), "for the test"))
+    (tmp_path / "b" / "missing").unlink()
+    (tmp_path / "b" / "longer").write_text("0123456789a")
+    (tmp_path / "b" / "flipped").write_text("0123456780")
+    with pytest.raises(BundleError) as caught:
+        Bundle.open(tmp_path / "b")
+    assert len(caught.value.problems) == 3
+    for name in ("missing", "longer", "flipped"):
+        assert name in str(caught.value)
+    assert "whole" not in str(caught.value)
+    with pytest.raises(BundleError) as caught:
+        Bundle.open(tmp_path / "b", check_hashes=False)
+    assert "flipped" not in str(caught.value)
+
+
+def altered_manifest(path: Path, **changes: object) -> None:
+    state = json.loads((path / "bundle.json").read_text())
+    (path / "bundle.json").write_text(json.dumps({**state, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format_version": 2}, "format version 2.*reads up to 1"),
+        ({"format_version": None}, "no format_version"),
+        ({"limits": {"max_source_length": 3}}, "fields of a manifest"),
+        ({"surprise": 1}, "fields of a manifest"),
+        ({"files": {"x": {"sha256": "0"}}}, "fields of a manifest"),
+    ],
+)
+def test_a_manifest_that_cannot_be_understood_is_refused(tmp_path: Path, changes: dict, message: str) -> None:
+    make_bundle(tmp_path / "b")
+    altered_manifest(tmp_path / "b", **changes)
+    with pytest.raises(BundleError, match=message):
+        Bundle.open(tmp_path / "b")
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b'"text"'])
+def test_a_manifest_that_is_not_one_is_refused(tmp_path: Path, content: bytes) -> None:
+    make_bundle(tmp_path / "b")
+    (tmp_path / "b" / "bundle.json").write_bytes(content)
+    with pytest.raises(BundleError):
+        Bundle.open(tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "link"])
+def test_files_outside_the_bundle_are_refused(tmp_path: Path, name: str) -> None:
+    bundle = make_bundle(tmp_path / "b")
+    (tmp_path / "outside").write_text("secret")
+    os.symlink(tmp_path / "outside", tmp_path / "b" / "link")
+    state = json.loads(bundle.manifest.to_json())
+    altered_manifest(tmp_path / "b", files={name: state["files"]["golden.jsonl"]})
+    with pytest.raises(BundleError, match="outside the bundle"):
+        Bundle.open(tmp_path / "b")
+
+
+@pytest.mark.parametrize("path", ["nothing", "file", "file/below"])
+def test_what_is_no_bundle_is_told(tmp_path: Path, path: str) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(BundleError, match="not a bundle"):
+        Bundle.open(tmp_path / path)
+
+
+def test_a_variant_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="no variant 'w8'"):
+        make_bundle(tmp_path / "b").variant_path("w8")
