@@ -1,0 +1,176 @@
+"""`tfm-export onnx` and `verify` as a user types them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tfm_export.bundle import Bundle
+from tfm_export.cli import cli
+from tfm_export.export import stage
+from tfm_export.verify import ParityReport, TensorComparison
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture
+def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """Runs a command in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> Result:
+        return CliRunner().invoke(cli, [str(a) for a in arguments])
+
+    return run
+
+
+@pytest.fixture
+def quick_graphs(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny checkpoint's graphs are copied from its bundle instead of being traced again."""
+
+    def copy(_: object, folder: Path) -> None:
+        shutil.copytree(tiny_bundle / "onnx" / "fp32", folder)
+
+    monkeypatch.setattr(stage, "write_fp32_variant", copy)
+
+
+def test_the_bundle_is_told_file_by_file_with_a_verdict(
+    invoke: Invoke, tiny_checkpoint: Path, tmp_path: Path, quick_graphs: None
+) -> None:
+    (tmp_path / "lines.txt").write_text("hello\nworld\n\nparity\n")
+    result = invoke("onnx", tiny_checkpoint, "--inputs", "lines.txt")
+    assert result.exit_code == 0, result.output
+    bundle = Bundle.open(tmp_path / "tfm_bundle")
+    for name, entry in bundle.manifest.files.items():
+        assert name in result.stdout
+        assert entry.purpose in result.stdout
+    assert "3 of 3 real inputs token for token" in result.stdout
+    assert "parity: passed" in result.stdout
+    assert bundle.manifest.golden["synthetic"] is False
+    report = json.loads((bundle.path / "reports" / "parity.json").read_text())
+    assert report["passed"] is True
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["lines.txt", "tfm_bundle"]
+
+
+def test_without_inputs_the_golden_set_is_marked_synthetic(
+    invoke: Invoke, tiny_checkpoint: Path, tmp_path: Path, quick_graphs: None
+) -> None:
+    result = invoke("onnx", tiny_checkpoint, "-o", "b", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["golden"]["synthetic"] is True
+
+
+def test_an_existing_output_is_refused_before_any_work(invoke: Invoke, tiny_checkpoint: Path, tiny_bundle: Path) -> None:
+    before = (tiny_bundle / "bundle.json").read_bytes()
+    start = time.perf_counter()
+    result = invoke("onnx", tiny_checkpoint, "-o", tiny_bundle)
+    assert time.perf_counter() - start < 1
+    assert result.exit_code == 1
+    assert "exists" in result.stderr
+    assert "--force" in result.stderr
+    assert (tiny_bundle / "bundle.json").read_bytes() == before
+
+
+def failing_report(*_: object, **__: object) -> ParityReport:
+    bad = TensorComparison(name="cross_key_0", error=1.0, own_error=1e-6, limit=1e-4)
+    return ParityReport(
+        variant="fp32", backend="test", synthetic=True, tensors=[bad], argmax_agreement=0.5, generations=[]
+    )
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_failed_parity_exits_3_and_leaves_what_was_there(
+    invoke: Invoke,
+    tiny_checkpoint: Path,
+    tiny_bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quick_graphs: None,
+    force: bool,
+) -> None:
+    monkeypatch.setattr(stage, "verify_variant", failing_report)
+    if force:
+        shutil.copytree(tiny_bundle, tmp_path / "b")
+    result = invoke("onnx", tiny_checkpoint, "-o", "b", *["--force"] * force)
+    assert result.exit_code == 3
+    assert "cross_key_0" in result.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["b"] * force
+    if force:
+        Bundle.open(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [("", "no lines"), ("hello\nw0rld\n", "input 2"), ("x" * 200, "the longest source is")],
+)
+def test_inputs_that_do_not_fit_are_told(
+    invoke: Invoke, tiny_checkpoint: Path, tmp_path: Path, lines: str, message: str
+) -> None:
+    (tmp_path / "lines.txt").write_text(lines)
+    result = invoke("onnx", tiny_checkpoint, "--inputs", "lines.txt")
+    assert result.exit_code == 1, result.output
+    assert message in result.stderr
+    assert not (tmp_path / "tfm_bundle").exists()
+
+
+def test_limits_beyond_the_position_table_are_refused(invoke: Invoke, tiny_checkpoint: Path) -> None:
+    result = invoke("onnx", tiny_checkpoint, "--max-source-length", 10_000, "--max-target-length", 10_001)
+    assert result.exit_code == 1
+    assert "10000" in result.stderr
+    assert "10001" in result.stderr
+
+
+def test_smaller_limits_are_kept(invoke: Invoke, tiny_checkpoint: Path, tmp_path: Path, quick_graphs: None) -> None:
+    result = invoke("onnx", tiny_checkpoint, "--max-source-length", 9, "--max-target-length", 7, "--no-verify")
+    assert result.exit_code == 0, result.output
+    assert "not verified" in result.stdout
+    manifest = Bundle.open(tmp_path / "tfm_bundle").manifest
+    assert (manifest.limits.max_source_length, manifest.limits.max_target_length) == (9, 7)
+    assert manifest.generation.max_length <= 7
+    assert "reports/parity.json" not in manifest.files
+
+
+def test_a_checkpoint_that_is_none_is_told(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    result = invoke("onnx", "notes.txt")
+    assert result.exit_code == 1
+    assert "notes.txt" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_verify_passes_and_with_the_checkpoint_compares_tensors(
+    invoke: Invoke, tiny_bundle: Path, tiny_checkpoint: Path
+) -> None:
+    result = invoke("verify", tiny_bundle)
+    assert result.exit_code == 0, result.output
+    assert "token for token" in result.stdout
+    assert "step by step" not in result.stdout
+    result = invoke("verify", tiny_bundle, "--checkpoint", tiny_checkpoint)
+    assert result.exit_code == 0, result.output
+    assert "step by step" in result.stdout
+
+
+def test_verify_finds_a_bundle_of_another_model(invoke: Invoke, tiny_bundle: Path, tmp_path: Path) -> None:
+    """The weights are altered and the manifest made to vouch for them: only the generations can tell."""
+    shutil.copytree(tiny_bundle, tmp_path / "b")
+    weights = tmp_path / "b" / "onnx" / "fp32" / "weights.bin"
+    content = bytearray(weights.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 40_000] = content[middle + 40_000 : middle + 80_000]
+    weights.write_bytes(content)
+    bundle = Bundle.open(tiny_bundle)
+    bundle.path = tmp_path / "b"
+    bundle.add_files({"onnx/fp32/weights.bin": "altered"})
+    bundle.save()
+    result = invoke("verify", tmp_path / "b")
+    assert result.exit_code == 3, result.output
+    assert "diverges at token" in result.stderr
+    result = invoke("verify", tmp_path / "b", "--json")
+    assert result.exit_code == 3
+    assert json.loads(result.stdout)["passed"] is False

@@ -1,0 +1,130 @@
+"""What all tests share: small models and checkpoints, a fresh seed for each test, the skipping of GPU tests."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+# torch is imported in the fixtures that need it: tests that do not run in a second or two.
+if TYPE_CHECKING:
+    from reference_model import Checkpoint, Transformer
+
+SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
+SOURCE_TOKENS = (*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz'")
+TARGET_TOKENS = (*SPECIAL_TOKENS, *(f"p{i}" for i in range(30)))
+
+
+def gpu_problem() -> str | None:
+    """Why there is no NVIDIA GPU to test on; None if there is one."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no NVIDIA driver (libcuda.so.1) found"
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return "the NVIDIA driver found no GPU"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked gpu, each by name and with the reason, on a machine without one."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and (problem := gpu_problem()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {problem}"))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Every test starts from the same random numbers, whatever ran before it."""
+    import sys
+
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 (libraries under test use the global generator)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
+def build_tiny_model(seed: int = 0, **fields: Any) -> Transformer:
+    """A Transformer of random weights whose greedy targets differ between sources and end at different lengths.
+
+    Freshly initialised weights repeat one token for ever. Here attention is sharper, no bias is zero, and the
+    projection favours the token three ids after the last one; only with `tie_projection` is that not to be had.
+
+    Args:
+        seed: of the weights.
+        **fields: fields of `TransformerConfig` to set differently from the preset "tiny".
+    """
+    import torch
+
+    from reference_model import SpecialIds, Transformer, TransformerConfig
+
+    sizes = {"source_vocabulary_size": len(SOURCE_TOKENS), "target_vocabulary_size": len(TARGET_TOKENS)}
+    if fields.get("share_embeddings"):
+        sizes = dict.fromkeys(sizes, len(TARGET_TOKENS))
+    config = TransformerConfig.preset("tiny", **{**sizes, "max_length": 64, **fields})
+    special = SpecialIds()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = Transformer(config).eval()
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif name.endswith(("W_q.weight", "W_k.weight")):
+                parameter.mul_(3)
+        if not config.tie_projection:
+            model.projection.weight.add_(3 * model.target_embedding.weight.roll(3, 0))
+        model.projection.bias[special.eos] += 3
+        model.projection.bias[[special.pad, special.bos, 3]] -= 20  # a trained model gives no pad, start or <unk>
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., Transformer]:
+    """The function `build_tiny_model`: `tiny_model(seed=1, norm_first=True)`."""
+    return build_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a tiny pre-norm model that reads letters and writes words. Do not change it: all tests share it."""
+    from reference_model import save_checkpoint
+
+    path = tmp_path_factory.mktemp("checkpoint") / "tiny.pt"
+    save_checkpoint(build_tiny_checkpoint(), path)
+    return path
+
+
+def build_tiny_checkpoint(seed: int = 0, **fields: Any) -> Checkpoint:
+    """A tiny model with its vocabularies: characters of lower-case text in, words out.
+
+    Args:
+        seed: of the weights.
+        **fields: fields of `TransformerConfig`; the vocabulary sizes stay as they are.
+    """
+    from reference_model import Checkpoint, GenerationDefaults, SpecialIds, Vocabulary
+
+    return Checkpoint(
+        model=build_tiny_model(seed, **{"norm_first": True, "final_norm": True, **fields}),
+        source_vocabulary=Vocabulary(SOURCE_TOKENS, "characters", lowercase=True),
+        target_vocabulary=Vocabulary(TARGET_TOKENS, "words"),
+        special_ids=SpecialIds(),
+        generation=GenerationDefaults(max_length=30),
+        training={"command": "none: random weights"},
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of tiny_checkpoint, verified. Do not change it: copy it, all tests share it."""
+    from tfm_export.export import export_bundle
+
+    path = tmp_path_factory.mktemp("bundle") / "tfm_bundle"
+    export_bundle(tiny_checkpoint, path, inputs=["hello", "parity", "a", "don't", "transformer"])
+    return path

@@ -1,0 +1,109 @@
+"""Verdicts: what passes, what fails, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tfm_export.precision import Tolerance
+from tfm_export.verify import steps
+from tfm_export.verify.golden import Golden, _compare
+from tfm_export.verify.report import GenerationComparison, ParityReport, TensorComparison
+
+GOLDEN = [
+    Golden(text="a", source_ids=[3], tokens=[5, 6, 2], log_probs=[-1.0, -1.0, -1.0], margins=[0.5, 1e-6, 0.7]),
+    Golden(text="b", source_ids=[4], tokens=[7, 2], log_probs=[-1.0, -1.0], margins=[0.5, 0.1]),
+    Golden(text=None, source_ids=[4], tokens=[8, 8, 8], log_probs=[-1.0, -1.0, -1.0], margins=[0.5, 0.1, 0.2]),
+]
+TOKENS = [g.tokens for g in GOLDEN]
+
+
+def report(**changes: object) -> ParityReport:
+    tensor = TensorComparison(name="log_probs", error=2e-5, own_error=1e-5, limit=1e-4)
+    parts = {
+        "variant": "fp32",
+        "backend": "onnxruntime-cpu",
+        "synthetic": False,
+        "tensors": [tensor],
+        "argmax_agreement": 1.0,
+        "generations": [_compare("greedy", GOLDEN, TOKENS, 1e-4)],
+    }
+    return ParityReport(**{**parts, **changes})
+
+
+def test_the_same_tokens_pass() -> None:
+    comparison = _compare("greedy", GOLDEN, TOKENS, 1e-4)
+    assert (comparison.count, comparison.identical, comparison.ties, comparison.divergences) == (3, 3, [], [])
+    assert comparison.passed
+    assert report().passed
+    assert report().problems() == []
+
+
+def test_a_divergence_where_two_tokens_are_level_is_a_tie() -> None:
+    comparison = _compare("greedy", GOLDEN, [[5, 9, 9, 9], *TOKENS[1:]], 1e-4)
+    assert comparison.passed
+    assert (comparison.identical, comparison.divergences) == (2, [])
+    tie = comparison.ties[0]
+    assert (tie.index, tie.step, tie.expected, tie.found, tie.margin) == (0, 1, 6, 9, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("found", "index", "step", "expected_token", "found_token"),
+    [
+        ([[9, 6, 2], *TOKENS[1:]], 0, 0, 5, 9),
+        ([TOKENS[0], [7], TOKENS[2]], 1, 1, 2, None),
+        ([TOKENS[0], [7, 2, 4], TOKENS[2]], 1, 2, None, 4),
+        ([*TOKENS[:2], []], 2, 0, 8, None),
+    ],
+)
+def test_other_divergences_fail_and_are_named(
+    found: list[list[int]], index: int, step: int, expected_token: int | None, found_token: int | None
+) -> None:
+    comparison = _compare("greedy", GOLDEN, found, 1e-4)
+    assert not comparison.passed
+    first = comparison.divergences[0]
+    assert (first.index, first.step, first.expected, first.found) == (index, step, expected_token, found_token)
+    problem = report(generations=[comparison]).problems()[0]
+    assert f"input {index}" in problem
+    assert f"token {step}" in problem
+
+
+def test_a_margin_that_is_not_a_number_is_no_tie() -> None:
+    golden = [Golden(text=None, source_ids=[3], tokens=[5], log_probs=[0.0], margins=[float("nan")])]
+    assert not _compare("greedy", golden, [[6]], 1e-4).passed
+
+
+def test_comparing_nothing_fails() -> None:
+    empty = GenerationComparison(name="greedy", count=0, identical=0, tie_margin=1e-4)
+    assert not report(generations=[empty]).passed
+    assert report(generations=[empty]).problems()
+
+
+@pytest.mark.parametrize("error", [1.1e-4, float("inf"), float("nan")])
+def test_a_tensor_beyond_its_limit_fails(error: float) -> None:
+    bad = TensorComparison(name="self_key_1", error=error, own_error=1e-5, limit=1e-4)
+    judged = report(tensors=[bad])
+    assert not judged.passed
+    assert "self_key_1" in judged.problems()[0]
+
+
+def test_errors_that_are_not_numbers_count_as_infinite() -> None:
+    errors = {"x": 1e-6}
+    steps._note(errors, "x", np.array([1.0, np.nan]), np.array([1.0, 1.0]))
+    assert errors["x"] == np.inf
+
+
+def test_the_limit_is_twice_the_own_error_but_not_below_the_floor() -> None:
+    tolerance = Tolerance(times_own_error=2.0, floor=1e-4)
+    assert tolerance.limit(1e-6) == 1e-4
+    assert tolerance.limit(3e-3) == 6e-3
+
+
+def test_the_json_tells_every_verdict() -> None:
+    state = json.loads(report().to_json())
+    assert state["passed"] is True
+    assert state["tensors"][0]["passed"] is True
+    assert state["generations"][0]["passed"] is True
+    assert state["generations"][0]["identical"] == 3
