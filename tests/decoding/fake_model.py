@@ -1,7 +1,7 @@
 """A StepModel whose answers are a table, and which watches how it is used.
 
-Its cache holds the written tokens and their positions, NaN where nothing was written. What may follow a query depends on
-the tokens that its mask lets it see, and on nothing else.
+Its cache holds the written tokens and their positions, NaN where nothing was written. What may follow a query depends
+on the tokens that its mask lets it see, and on nothing else.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class FakeModel:
         return self._limits
 
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> FakeSentences:
-        assert source_mask.any(1).all() and source_ids.shape == source_mask.shape
+        assert source_mask.any(1).all()
+        assert source_ids.shape == source_mask.shape
         self.encodes += 1
         sources = [tuple(ids[mask].tolist()) for ids, mask in zip(source_ids, source_mask, strict=True)]
         return FakeSentences(self, sources, capacity)

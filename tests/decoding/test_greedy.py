@@ -43,4 +43,6 @@ def test_rows_join_and_leave_with_prefixes_of_their_own() -> None:
     results = generate(model, requests, DecodeOptions(max_batch_size=4, return_end_token=True), SPECIAL)
     for source, prefix, result in zip(SOURCES, prefixes, results, strict=True):
         assert result.hypotheses[0].tokens == follow(model.table, source, prefix, 12)[0]
-    assert model.moves and model.encodes > 2 and model.steps < 12 * model.encodes
+    assert model.moves
+    assert model.encodes > 2
+    assert model.steps < 12 * model.encodes

@@ -1,10 +1,12 @@
 """Decoding: greedy, beam search, sampling and constraints, on numpy alone, over any backend's `StepModel`."""
 
-from tfm_export.decoding.engine import generate
+from tfm_export.decoding.constraints import Constraint, Trie
+from tfm_export.decoding.generate import generate, generate_iterable
 from tfm_export.decoding.options import DecodeOptions
 from tfm_export.decoding.result import Hypothesis, Reason, Request, Result, SettledToken, Statistics
 
 __all__ = [
+    "Constraint",
     "DecodeOptions",
     "Hypothesis",
     "Reason",
@@ -12,5 +14,7 @@ __all__ = [
     "Result",
     "SettledToken",
     "Statistics",
+    "Trie",
     "generate",
+    "generate_iterable",
 ]

@@ -2,47 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.random import Generator
 
-from tfm_export.decoding.options import DecodeOptions
-from tfm_export.decoding.result import Hypothesis, Reason, Request, SettledToken
+from tfm_export.decoding.candidates import Candidates, Scores
+from tfm_export.decoding.histories import Histories
+from tfm_export.decoding.result import Reason
 from tfm_export.decoding.rows import Rows
+from tfm_export.decoding.sampling import generator, sample
+from tfm_export.decoding.search import Scored, Setting, Task
 from tfm_export.runtime.step_model import Floats, Ids, StepOutput
 
 
+@dataclass
+class _Row:
+    task: Task
+    random: Generator
+    distributions: list[Floats]
+
+
 class Greedy:
-    """The state of a batch that is searched greedily.
+    """The state of a batch that is searched greedily, or sampled.
 
     Args:
-        options: how to decode.
-        end_ids: what ends a target.
-        longest: the longest target.
+        setting: what holds for every request.
     """
 
     width = 1
 
-    def __init__(self, options: DecodeOptions, end_ids: Sequence[int], longest: int) -> None:
-        self._options, self._end_ids, self._longest = options, np.asarray(end_ids), longest
-        self._tokens = np.zeros((0, longest), np.int64)
-        self._log_probs = np.zeros((0, longest), np.float32)
-        self._length = np.zeros(0, np.int64)
-        self._prefix = np.zeros(0, np.int64)
+    def __init__(self, setting: Setting) -> None:
+        self._setting, self._options = setting, setting.options
+        wanted = 1 if not self._options.samples else self._options.sampling_topk or setting.vocabulary
+        self._candidates = Candidates(setting.editor, wanted, setting.offered, setting.vocabulary)
+        self._histories = Histories(1)
+        self._rows: list[_Row] = []
 
-    def join(self, row: int, request: Request, prefix: Sequence[int]) -> None:
-        """Begin a sentence, behind the live ones, with a forced prefix."""
-        del request
-        if row >= len(self._length):
-            self._reserve(row + 1)
-        self._tokens[row, : len(prefix)] = prefix
-        self._log_probs[row, : len(prefix)] = 0
-        self._length[row] = self._prefix[row] = len(prefix)
+    def join(self, task: Task) -> None:
+        """Begin a sentence, behind the live ones."""
+        self._histories.join(len(self._rows), task.forced)
+        self._rows.append(_Row(task, generator(task.seed, task.request.draw), []))
 
-    def move(self, source: int, target: int) -> None:
-        """Copy the state of a row over another's."""
-        for array in (self._tokens, self._log_probs, self._length, self._prefix):
-            array[target] = array[source]
+    def leave(self, row: int) -> None:
+        """Forget a row; the last one takes its place."""
+        self._histories.move(len(self._rows) - 1, row)
+        self._rows[row] = self._rows[-1]
+        self._rows.pop()
+
+    def plan(self) -> bool:
+        """Note what the next step's scores need; True if it must fetch log_probs."""
+        edits = None
+        if any(row.task.edits for row in self._rows):
+            edits = [[self._setting.edit(row.task, self._histories.of(i, 0)[0])] for i, row in enumerate(self._rows)]
+        return self._candidates.plan(edits) or self._options.return_logits_vocab
 
     def advance(self, rows: Rows, output: StepOutput) -> list[tuple[int, Reason]]:
         """Append a token to every row that is ready.
@@ -51,51 +64,39 @@ class Greedy:
             The rows that came to their end.
         """
         ready = rows.ready
-        tokens, values = self._choose(ready, output)
-        place = self._length[ready]
-        self._tokens[ready, place] = tokens
-        self._log_probs[ready, place] = values
-        self._length[ready] = place = place + 1
+        values, ids = self._candidates.best(output, ready)
+        self._setting.check_possible(values[:, -1, 0], ready, self._histories)
+        values, tokens = self._draw(values[:, -1], ids[:, -1], ready)
+        if self._options.return_logits_vocab:
+            for row in ready.tolist():
+                self._rows[row].distributions.append(self._candidates.whole(output, row, -1).astype(np.float32))
+        self._histories.append(ready, tokens[:, None], values[:, None])
         rows.feed(ready, tokens[:, None])
-        ended, full = self._is_end(tokens), place == self._longest
-        if not (ended | full).any():
+        ended = self._setting.is_end(tokens)
+        stopped = ended | (self._histories.length[ready] >= self._setting.longest)
+        if not stopped.any():
             return []
         return [
-            (int(row), Reason.END if end else Reason.LENGTH)
-            for row, end, stop in zip(ready, ended, ended | full, strict=True)
+            (row, Reason.END if end else Reason.LENGTH)
+            for row, end, stop in zip(ready.tolist(), ended.tolist(), stopped.tolist(), strict=True)
             if stop
         ]
 
-    def _choose(self, ready: Ids, output: StepOutput) -> tuple[Ids, Floats]:
-        return output.top_ids[ready, -1, 0], output.top_log_probs[ready, -1, 0]
-
-    def settled(self, row: int, known: int) -> list[SettledToken]:
-        """The tokens of a row that can no longer change, beyond the first `known`."""
-        stop = int(self._length[row])
-        pairs = zip(self._tokens[row, known:stop].tolist(), self._log_probs[row, known:stop].tolist(), strict=True)
-        return [SettledToken(token, value) for token, value in pairs]
-
-    def hypotheses(self, row: int) -> list[Hypothesis]:
-        """What a row has come to."""
-        length = int(self._length[row])
-        tokens, values = self._tokens[row, :length].tolist(), self._log_probs[row, :length].tolist()
-        finished = length > self._prefix[row] and tokens[-1] in self._end_ids
-        return [
-            Hypothesis(
-                tokens=tokens[:-1] if finished and not self._options.return_end_token else tokens,
-                score=sum(values) / self._options.divisor(length, int(self._prefix[row])),
-                log_probs=values if self._options.return_scores else None,
-                finished=finished,
-            )
+    def _draw(self, values: Scores, ids: Ids, ready: Ids) -> tuple[Scores, Ids]:
+        if not self._options.samples:
+            return values[:, 0], ids[:, 0]
+        draws = [
+            sample(values[place], ids[place], self._options, self._rows[row].random)
+            for place, row in enumerate(ready.tolist())
         ]
+        place = np.arange(len(ready))
+        return values[place, draws], ids[place, draws]
 
-    def _is_end(self, tokens: Ids) -> np.typing.NDArray[np.bool_]:
-        return tokens == self._end_ids if len(self._end_ids) == 1 else np.isin(tokens, self._end_ids)
+    def settled(self, row: int) -> tuple[list[int], list[float]]:
+        """Those tokens of a live row that can no longer change, and their log-probabilities."""
+        return self._histories.of(row, 0)
 
-    def _reserve(self, rows: int) -> None:
-        rows = max(rows, 2 * len(self._length))
-        for name in ("_tokens", "_log_probs", "_length", "_prefix"):
-            old = getattr(self, name)
-            new = np.zeros((rows, *old.shape[1:]), old.dtype)
-            new[: len(old)] = old
-            setattr(self, name, new)
+    def hypotheses(self, row: int) -> list[Scored]:
+        """What a row has come to."""
+        tokens, values = self._histories.of(row, 0)
+        return [self._setting.scored(tokens, values, int(self._histories.prefix[row]), self._rows[row].distributions)]

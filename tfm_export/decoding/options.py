@@ -26,7 +26,7 @@ COMPATIBILITIES = ("ctranslate2", "huggingface")
 BATCH_TYPES = ("examples", "tokens")
 LENGTH_FORMULAS = ("with_prefix", "without_prefix", "gnmt")
 SCORE_CHANGES = ("before_softmax", "after_softmax")
-EARLY_STOPPING = (True, False, "never")
+END_AFTER_PREFIX = ("any_rank", "first_rank")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,68 +187,85 @@ class DecodeOptions:
     def divisor(self, length: int, prefix: int) -> float:
         """What the score of a hypothesis of `length` tokens is divided by, of which `prefix` were forced."""
         counted = max(length - prefix if self.rules.length_formula == "without_prefix" else length, 1)
-        return float((5 + counted) / 6 if self.rules.length_formula == "gnmt" else counted) ** self.length_penalty
+        base = (5 + counted) / 6 if self.rules.length_formula == "gnmt" else counted
+        return math.pow(base, self.length_penalty)
+
+
+LEAST = {"beam_size": 1, "num_hypotheses": 1, "max_batch_size": 1, "no_repeat_ngram_size": 0, "sampling_topk": 0}
+LEAST |= {"min_decoding_length": 0, "max_decoding_length": 1, "sampling_temperature": 0, "seed": 0}
+CHOICES: dict[str, tuple[object, ...]] = {
+    "compatibility": COMPATIBILITIES,
+    "batch_type": BATCH_TYPES,
+    "stop_rule": (None, *COMPATIBILITIES),
+    "early_stopping": (None, True, False, "never"),
+    "length_formula": (None, *LENGTH_FORMULAS),
+    "score_change": (None, *SCORE_CHANGES),
+    "end_after_prefix": (None, *END_AFTER_PREFIX),
+}
 
 
 def _out_of_range(o: DecodeOptions) -> Iterator[str]:
-    at_least = {"beam_size": 1, "num_hypotheses": 1, "max_batch_size": 1, "no_repeat_ngram_size": 0}
-    at_least |= {"min_decoding_length": 0, "sampling_topk": 0, "sampling_temperature": 0}
-    for name, least in at_least.items():
-        if not getattr(o, name) >= least:
-            yield f"{name} must be at least {least}, found {getattr(o, name)}"
-    for name in ("patience", "repetition_penalty"):
-        if not 0 < getattr(o, name) < math.inf:
-            yield f"{name} must be above 0, found {getattr(o, name)}"
-    if not math.isfinite(o.length_penalty):
-        yield f"length_penalty must be a finite number, found {o.length_penalty}"
-    if not 0 < o.sampling_topp <= 1:
-        yield f"sampling_topp must be above 0 and at most 1, found {o.sampling_topp}"
-    if not 0 <= o.prefix_bias_beta < 1:
-        yield f"prefix_bias_beta must be at least 0 and below 1, found {o.prefix_bias_beta}"
-    if not 0 <= o.min_alternative_expansion_prob <= 1:
-        yield f"min_alternative_expansion_prob must be from 0 to 1, found {o.min_alternative_expansion_prob}"
-    if o.max_decoding_length is not None and o.max_decoding_length < 1:
-        yield f"max_decoding_length must be at least 1, found {o.max_decoding_length}"
-    choices = {"compatibility": COMPATIBILITIES, "batch_type": BATCH_TYPES, "stop_rule": (None, *COMPATIBILITIES)}
-    choices |= {"length_formula": (None, *LENGTH_FORMULAS), "score_change": (None, *SCORE_CHANGES)}
-    choices |= {"end_after_prefix": (None, "any_rank", "first_rank"), "early_stopping": (None, *EARLY_STOPPING)}
-    for name, allowed in choices.items():
+    for name, least in LEAST.items():
+        value = getattr(o, name)
+        if value is not None and not value >= least:
+            yield f"{name} must be at least {least}, found {value}"
+    for name, allowed in CHOICES.items():
         if getattr(o, name) not in allowed:
             yield f"{name} must be one of {', '.join(map(repr, allowed))}, found {getattr(o, name)!r}"
+    within = {
+        "patience": (0 < o.patience < math.inf, "above 0"),
+        "repetition_penalty": (0 < o.repetition_penalty < math.inf, "above 0"),
+        "length_penalty": (math.isfinite(o.length_penalty), "a finite number"),
+        "sampling_topp": (0 < o.sampling_topp <= 1, "above 0 and at most 1"),
+        "prefix_bias_beta": (0 <= o.prefix_bias_beta < 1, "at least 0 and below 1"),
+        "min_alternative_expansion_prob": (0 <= o.min_alternative_expansion_prob <= 1, "from 0 to 1"),
+    }
+    yield from (f"{name} must be {what}, found {getattr(o, name)}" for name, (fits, what) in within.items() if not fits)
     if any(not sequence for sequence in o.suppress_sequences):
         yield "suppress_sequences must not hold an empty sequence"
-    if o.end_token is not None and not isinstance(o.end_token, int) and not o.end_token:
-        yield "end_token must name at least one id"
-    if o.start_tokens is not None and not o.start_tokens:
-        yield "start_tokens must name at least one id"
+    for name in ("end_token", "start_tokens"):
+        if isinstance(value := getattr(o, name), Sequence) and not value:
+            yield f"{name} must name at least one id"
 
 
 def _contradictions(o: DecodeOptions) -> Iterator[str]:
-    stop_rule = o.stop_rule or o.compatibility
-    if o.max_decoding_length is not None and o.min_decoding_length > o.max_decoding_length:
-        yield f"min_decoding_length {o.min_decoding_length} is above max_decoding_length {o.max_decoding_length}"
-    if o.early_stopping is not None and stop_rule != "huggingface":
-        yield "early_stopping belongs to Hugging Face's stop rule: set stop_rule or compatibility to 'huggingface'"
-    if o.patience != 1 and stop_rule != "ctranslate2":
-        yield "patience belongs to CTranslate2's stop rule: set stop_rule to 'ctranslate2'"
-    if o.patience != 1 and o.beam_size == 1:
-        yield "patience needs a beam_size above 1"
-    if o.samples and o.beam_size > 1:
-        yield "sampling draws single tokens: it needs beam_size 1"
-    if not o.samples:
-        idle = {"sampling_topp": o.sampling_topp != 1, "seed": o.seed is not None}
-        idle["sampling_temperature"] = o.sampling_temperature not in (0, 1)
-        yield from (f"{name} has no effect unless tokens are drawn: set sampling_topk" for name in idle if idle[name])
-    if not o.samples and not o.return_alternatives:
-        most = o.beam_size if stop_rule == "huggingface" else o.enough
-        if o.num_hypotheses > most:
-            yield f"num_hypotheses {o.num_hypotheses} is more than the {most} that the search finishes"
-    if o.prefix_bias_beta and o.return_alternatives:
-        yield "prefix_bias_beta and return_alternatives exclude each other: alternatives come after a forced prefix"
-    if o.forced_bos is not None and o.target_prefix:
-        yield "forced_bos and target_prefix both say how the target begins: give one"
-    if o.min_alternative_expansion_prob and not o.return_alternatives:
-        yield "min_alternative_expansion_prob has no effect without return_alternatives"
+    huggingface = (o.stop_rule or o.compatibility) == "huggingface"
+    most = o.beam_size if huggingface else o.enough
+    searches = not o.samples and not o.return_alternatives
+    clashes = {
+        f"min_decoding_length {o.min_decoding_length} is above max_decoding_length {o.max_decoding_length}": (
+            o.max_decoding_length is not None and o.min_decoding_length > o.max_decoding_length
+        ),
+        "early_stopping belongs to Hugging Face's stop rule: set stop_rule or compatibility to 'huggingface'": (
+            o.early_stopping is not None and not huggingface
+        ),
+        "patience belongs to CTranslate2's stop rule, over a beam_size above 1": (
+            o.patience != 1 and (huggingface or o.beam_size == 1)
+        ),
+        "sampling draws single tokens: it needs beam_size 1": o.samples and o.beam_size > 1,
+        "sampling_topp has no effect unless tokens are drawn: set sampling_topk": not o.samples
+        and o.sampling_topp != 1,
+        "sampling_temperature has no effect unless tokens are drawn: set sampling_topk": (
+            not o.samples and o.sampling_temperature not in (0, 1)
+        ),
+        "seed has no effect unless tokens are drawn: set sampling_topk": not o.samples and o.seed is not None,
+        f"num_hypotheses {o.num_hypotheses} is more than the {most} that the search finishes": (
+            searches and o.num_hypotheses > most
+        ),
+        "prefix_bias_beta and return_alternatives exclude each other: alternatives come after a forced prefix": (
+            bool(o.prefix_bias_beta) and o.return_alternatives
+        ),
+        "prefix_bias_beta and forced_bos exclude each other: the one wishes, the other forces": (
+            bool(o.prefix_bias_beta) and o.forced_bos is not None
+        ),
+        "forced_bos and target_prefix both say how the target begins: give one": (
+            o.forced_bos is not None and bool(o.target_prefix)
+        ),
+        "min_alternative_expansion_prob has no effect without return_alternatives": (
+            bool(o.min_alternative_expansion_prob) and not o.return_alternatives
+        ),
+    }
+    yield from (clash for clash, found in clashes.items() if found)
 
 
 def _unsupported(o: DecodeOptions) -> Iterator[str]:

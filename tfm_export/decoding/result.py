@@ -10,6 +10,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tfm_export.decoding.constraints import Constraint
+
 
 class Cancellation(Protocol):
     """Tells that a request is no longer wanted; threading.Event is one."""
@@ -39,7 +41,9 @@ class Request:
     Attributes:
         source: ids, exactly as the encoder gets them.
         target_prefix: tokens that the target begins with; None takes the options' prefix.
+        constraint: which tokens may follow what; None takes the options' constraint.
         seed: of this request's samples; None takes the options' seed.
+        draw: which of the samples with this seed it is.
         deadline: seconds from its admission after which it gives what it has.
         cancelled: asked before every step.
         on_tokens: called with the tokens that a step settled; True ends the request there.
@@ -47,7 +51,9 @@ class Request:
 
     source: Sequence[int]
     target_prefix: Sequence[int] | None = None
+    constraint: Constraint | None = None
     seed: int | None = None
+    draw: int = 0
     deadline: float | None = None
     cancelled: Cancellation | None = None
     on_tokens: Callable[[list[SettledToken]], bool | None] | None = None
@@ -113,3 +119,19 @@ class Result:
     hypotheses: list[Hypothesis]
     statistics: Statistics
     reason: Reason
+
+
+def merged(results: Sequence[Result], *, keep_order: bool = False) -> Result:
+    """Several searches for one source as one result, the best hypothesis first unless the order is to be kept."""
+    best = [hypothesis for result in results for hypothesis in result.hypotheses]
+    if not keep_order:
+        best.sort(key=lambda hypothesis: -hypothesis.score)
+    costs = [result.statistics for result in results]
+    statistics = Statistics(
+        steps=sum(cost.steps for cost in costs),
+        seconds=max(cost.seconds for cost in costs),
+        cache_bytes=sum(cost.cache_bytes for cost in costs),
+    )
+    reasons = {result.reason for result in results}
+    reason = next(reason for reason in reversed(Reason) if reason in reasons)
+    return Result(hypotheses=best, statistics=statistics, reason=reason)

@@ -1,9 +1,9 @@
 """The live batch: which row holds which sentence, where its next tokens go in the cache, and what they may see.
 
-Every row is a sentence with K queries a step (its beams; K is 1 for greedy search). The cache is append-only: query k of
-a step writes slot write_index + k of its row, and the row's mask says which slots are on query k's own path. Re-ranking
-beams permutes mask rows; no step moves or copies a cache. A row first takes in its prompt (the start token and a forced
-prefix), several tokens a step. Rows that join while others decode take in their prompt beside them, K tokens a step.
+Every row is a sentence with K queries a step (its beams; K is 1 for greedy search). The cache is append-only: query k
+of a step writes slot write_index + k of its row, and the row's mask says which slots are on query k's own path.
+Re-ranking beams permutes mask rows; no step moves or copies a cache. A row first takes in its prompt (the start token
+and a forced prefix), several tokens a step. Rows that join while others decode take in theirs beside them, K a step.
 
 Letters: R rows allocated, B rows live (the first B), K queries of a decoding row, Q queries of this step, C slots.
 """
@@ -11,6 +11,7 @@ Letters: R rows allocated, B rows live (the first B), K queries of a decoding ro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,12 @@ class Rows:
         self._capacity = FIRST_CAPACITY
         self._prompts: list[list[int]] = []
         self._prompting = self._left = False
-        self._reserve(0)
+        self._ids: Ids = np.zeros((0, width), np.int64)
+        self._positions: Ids = np.zeros((0, width), np.int64)
+        self._write_index: Ids = np.zeros(0, np.int64)
+        self._mask: Mask = np.zeros((0, 1, width, 0), np.bool_)
+        self._spare: Mask = np.zeros((0, width, 0), np.bool_)
+        self.index: Ids = np.arange(0)
 
     # What the search reads and steers.
 
@@ -50,6 +56,12 @@ class Rows:
     def capacity(self) -> int:
         """C, the slots of each row."""
         return self._capacity
+
+    @property
+    def cache_bytes(self) -> int:
+        """A row's self-attention cache, in 32-bit floats."""
+        dimensions = self._model.dimensions
+        return 2 * dimensions.decoder_layers * dimensions.heads * dimensions.head_size * 4 * self._capacity
 
     @property
     def source_length(self) -> int:
@@ -69,10 +81,7 @@ class Rows:
 
     def rerank(self, rows: Ids, parents: Ids) -> None:
         """Let query k of each of the rows go on from the path of query parents[row, k]."""
-        paths = self._mask.reshape(-1, self._capacity)
-        # mode="clip" writes straight into `out`; no index is out of range.
-        moved = np.take(paths, rows[:, None] * self.width + parents, axis=0, out=self._spare[: len(rows)], mode="clip")
-        self._mask[rows, 0] = moved
+        follow(self._mask[:, 0], self._spare, rows, parents)
 
     # A step.
 
@@ -110,7 +119,8 @@ class Rows:
         taken = np.full(size, self.width)
         for row, prompt in enumerate(prompts):
             if prompt:
-                taken[row] = piece = min(queries, len(prompt))
+                piece = min(queries, len(prompt))
+                taken[row] = piece
                 # Queries beyond the piece repeat its last token: they see what it sees, so they say what it says.
                 offsets = np.minimum(np.arange(queries), piece - 1)
                 ids[row] = np.asarray(prompt)[offsets]
@@ -119,14 +129,15 @@ class Rows:
         output = self._run(ids[:size], positions[:size], mask[:size], full)
         self._positions[decoding] += 1
         self._write_index[:size] += taken
-        for row in np.flatnonzero([bool(prompt) for prompt in prompts]):
-            self._end_piece(int(row), int(taken[row]))
+        for row, prompt in enumerate(prompts):
+            if prompt:
+                self._end_piece(row, int(taken[row]))
         self._prompting = any(self._prompts[:size])
         return output if decoding.size else _last_query(output)
 
     def _end_piece(self, row: int, piece: int) -> None:
         del self._prompts[row][:piece]
-        done = self._write_index[row]
+        done = int(self._write_index[row])
         self._positions[row] = done
         self._mask[row, 0] = np.arange(self._capacity) < done
 
@@ -166,23 +177,18 @@ class Rows:
         self._prompts[first:] = [list(prompt) for prompt in prompts]
         self._prompting = True
 
-    def leave(self, row: int) -> int | None:
-        """Take a row out of the batch: the last live row is moved into its place.
-
-        Returns:
-            Which row moved there; None where the last one left. `settle` must follow.
-        """
+    def leave(self, row: int) -> None:
+        """Take a row out of the batch: the last live row is moved into its place. `settle` must follow."""
         assert self._sentences is not None, "only a row can leave"
         self.size -= 1
         last, self._left = self.size, True
         prompt = self._prompts.pop()
         if row == last:
-            return None
+            return
         self._sentences.move(last, row)
         for array in (self._ids, self._positions, self._write_index, self._mask):
             array[row] = array[last]
         self._prompts[row] = prompt
-        return last
 
     def settle(self) -> None:
         """Give up the rows that `leave` emptied."""
@@ -203,22 +209,35 @@ class Rows:
             self._reserve(len(self._write_index))
 
     def _reserve(self, rows: int) -> None:
-        """Have arrays for so many rows of this capacity, keeping what they hold."""
-        width, old = self.width, getattr(self, "_mask", np.zeros((0, 1, self.width, 0), np.bool_))
-        rows = max(rows, len(old))
-        if rows == len(old) and self._capacity == old.shape[3]:
+        """Have arrays for so many rows of this capacity, keeping what the live ones hold."""
+        rows, width, capacity = max(rows, len(self._write_index)), self.width, self._capacity
+        if rows == len(self._write_index) and capacity == self._mask.shape[3]:
             return
-        arrays = np.zeros((rows, width), np.int64), np.zeros((rows, width), np.int64), np.zeros(rows, np.int64)
-        mask = np.zeros((rows, 1, width, self._capacity), np.bool_)
-        if self.size:
-            for new, array in zip(arrays, (self._ids, self._positions, self._write_index), strict=True):
-                new[: self.size] = array[: self.size]
-            mask[: self.size, :, :, : old.shape[3]] = old[: self.size]
-        self._ids, self._positions, self._write_index = arrays
-        self._mask, self._spare = mask, np.zeros((rows, width, self._capacity), np.bool_)
-        self.index: NDArray[np.int64] = np.arange(rows)
+        self._ids = _enlarged(self._ids, (rows, width), self.size)
+        self._positions = _enlarged(self._positions, (rows, width), self.size)
+        self._write_index = _enlarged(self._write_index, (rows,), self.size)
+        self._mask = _enlarged(self._mask, (rows, 1, width, capacity), self.size)
+        self._spare = np.zeros((rows, width, capacity), np.bool_)
+        self.index = np.arange(rows)
+
+
+def _enlarged(array: NDArray[Any], shape: tuple[int, ...], rows: int) -> NDArray[Any]:
+    new = np.zeros(shape, array.dtype)
+    if rows:
+        new[(slice(rows), *map(slice, array.shape[1:]))] = array[:rows]
+    return new
+
+
+def follow(array: NDArray[Any], spare: NDArray[Any], rows: Ids, parents: Ids) -> None:
+    """array[row, k] = array[row, parents[row, k]] for some rows of an array [R, K, L], by way of a spare one."""
+    width, length = array.shape[1:]
+    places = rows[:, None] * width + parents
+    # mode="clip" lets numpy write straight into `out`; no place is out of range.
+    moved = np.take(array.reshape(-1, length), places, axis=0, out=spare[: len(rows)], mode="clip")
+    array[rows] = moved
 
 
 def _last_query(output: StepOutput) -> StepOutput:
-    full: Floats | None = None if output.log_probs is None else output.log_probs[:, -1:]
-    return StepOutput(output.top_log_probs[:, -1:], output.top_ids[:, -1:], full)
+    log_probs: Floats | None = None if output.log_probs is None else output.log_probs[:, -1:]
+    level: Floats | None = None if output.log_normaliser is None else output.log_normaliser[:, -1:]
+    return StepOutput(output.top_log_probs[:, -1:], output.top_ids[:, -1:], log_probs, level)

@@ -28,6 +28,7 @@ class StepOutput:
         top_log_probs: [B, Q, N], the best first.
         top_ids: [B, Q, N], the token of each.
         log_probs: [B, Q, V] if they were fetched.
+        log_normaliser: [B, Q] with log_probs, what logits are above log-probabilities, from backends that tell it.
 
     The arrays may be overwritten by the next step of the same `Sentences`: copy what must last.
     """
@@ -35,6 +36,7 @@ class StepOutput:
     top_log_probs: Floats
     top_ids: Ids
     log_probs: Floats | None
+    log_normaliser: Floats | None = None
 
 
 class Sentences(Protocol):
