@@ -1,0 +1,48 @@
+# Every target sets up what it needs in .venv first; nothing is installed anywhere else.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+EXTRAS := cpu,export,train,bench,dev
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all check format docs clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED) ## Export the shipped model, verify it, decode words beside PyTorch
+	@$(BIN)/python examples/g2p/demo.py
+
+test: $(INSTALLED) ## Run every kind of test once; under 10 minutes on 2 cores
+	@$(BIN)/pytest
+
+test-all: $(INSTALLED) ## Run the full matrices too; at most an hour on 2 cores
+	@$(BIN)/pytest -m ""
+
+check: $(INSTALLED) ## Check formatting, lint and types
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+format: $(INSTALLED) ## Format the code and mend what the linter can
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+docs: $(INSTALLED) ## Write docs/cli.md anew from the command line's help
+	@$(BIN)/python -m tfm_export.cli.reference docs/cli.md
+
+clean: ## Remove .venv and everything else that make or the tests made
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis tfm_bundle
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The tested set of versions; installed again when one of the two files changes.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "tfm-export needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+		"If you have another, name it: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@echo "Setting up .venv with $$($(PYTHON) --version) and the tested versions of torch, onnx, onnxruntime ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]' -c constraints.txt
+	@touch $@

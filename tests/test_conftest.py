@@ -1,0 +1,53 @@
+"""The shared fixtures give what the other tests count on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from reference_model import SpecialIds, Transformer, load_checkpoint, search
+
+WORDS = ["a", "tea", "hello", "production", "don't", "zebra", "transformer", "ox"]
+
+
+def greedy_targets(model: Transformer) -> list[tuple[int, ...]]:
+    special, generator = SpecialIds(), torch.Generator().manual_seed(3)
+    sources = torch.zeros(16, 18, dtype=torch.long)
+    for row in range(16):
+        sources[row, : row + 2] = torch.randint(4, 31, (row + 2,), generator=generator)
+        sources[row, row + 2] = special.eos
+    return [tuple(h.tokens) for h in search.greedy(model, sources, sources != special.pad, special, 30)]
+
+
+@pytest.mark.parametrize("fields", [{}, {"norm_first": True, "final_norm": True}], ids=["post-norm", "pre-norm"])
+def test_the_tiny_model_gives_varied_targets_of_varied_lengths(
+    tiny_model: Callable[..., Transformer], fields: dict[str, bool]
+) -> None:
+    targets = greedy_targets(tiny_model(**fields))
+    assert len(set(targets)) >= 12
+    assert len({len(target) for target in targets}) >= 4
+    assert not {0, 1, 3} & {token for target in targets for token in target}
+
+
+def test_the_tiny_model_follows_its_seed_and_leaves_the_global_generator_alone(
+    tiny_model: Callable[..., Transformer],
+) -> None:
+    before = torch.random.get_rng_state()
+    first, same, other = (tiny_model(seed).projection.weight for seed in (0, 0, 1))
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_the_tiny_checkpoint_reads_letters_and_writes_words(tiny_checkpoint: Path) -> None:
+    checkpoint = load_checkpoint(tiny_checkpoint)
+    assert checkpoint.source_vocabulary is not None
+    assert checkpoint.target_vocabulary is not None
+    for word in WORDS:
+        assert len(checkpoint.source_vocabulary.encode(word)) == len(word)
+    assert checkpoint.target_vocabulary.decode([4, 5]) == "p0 p1"
+    assert checkpoint.model.config.source_vocabulary_size == len(checkpoint.source_vocabulary.tokens)
+    assert checkpoint.model.config.target_vocabulary_size == len(checkpoint.target_vocabulary.tokens)
