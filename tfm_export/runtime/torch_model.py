@@ -139,12 +139,14 @@ class TorchSentences:
         log_probs: Tensor = model.projection(model.decoder_norm(x)).log_softmax(-1)
         return log_probs
 
+    @torch.inference_mode()
     def grow(self, capacity: int) -> None:
         """Give every row `capacity` slots, keeping what is written and zeroing the rest."""
         if capacity < self.capacity:
             raise RequestError(f"a cache of {self.capacity} slots cannot grow to {capacity}")
         self.caches = [_padded(cache, capacity) for cache in self.caches]
 
+    @torch.inference_mode()
     def move(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`."""
         for row in (source, target):
@@ -153,6 +155,7 @@ class TorchSentences:
         for tensor in (self.source_mask, *self.cross, *self.caches):
             tensor[target] = tensor[source]
 
+    @torch.inference_mode()
     def shrink(self, size: int) -> None:
         """Keep the first `size` rows."""
         if not 0 <= size <= self.size:
@@ -169,6 +172,7 @@ class TorchSentences:
         array: Floats = _numpy(tensors[names.index(name)].clone())
         return array
 
+    @torch.inference_mode()
     def append(self, other: Sentences) -> None:
         """Copy the rows of freshly encoded sentences of the same model behind this batch's rows."""
         if not isinstance(other, TorchSentences) or other.model is not self.model:

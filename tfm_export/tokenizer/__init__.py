@@ -68,7 +68,7 @@ def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
         kind = state["kind"]
     except (ValueError, TypeError, KeyError) as problem:
         raise BundleError(f"{path} does not describe a tokenizer: {problem}", "export the bundle again") from None
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise BundleError(f"{path} is of kind {kind!r}; this tfm-export reads {', '.join(KINDS)}", "update tfm-export")
     tokenizer: Tokenizer = importlib.import_module(KINDS[kind]).load(state, bundle)
     return tokenizer

@@ -1,0 +1,56 @@
+"""One model of random weights, exported once, on every backend."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+
+from reference_model import Transformer
+from tests.conftest import build_tiny_model
+from tfm_export.bundle import Bundle, GenerationDefaults, Limits, Manifest, SpecialIds
+from tfm_export.export.variant import dimensions_of, write_fp32_variant
+from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.step_model import StepModel
+from tfm_export.runtime.torch_model import TorchModel
+
+LIMITS = Limits(max_source_length=40, max_target_length=50)
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The same weights three times; `exact` computes in float64."""
+
+    bundle: Bundle
+    onnx: OnnxModel
+    torch: TorchModel
+    exact: TorchModel
+
+
+def in_float64(model: Transformer, limits: Limits) -> TorchModel:
+    return TorchModel(copy.deepcopy(model).double(), limits=limits)
+
+
+@pytest.fixture(scope="session")
+def backends(tmp_path_factory: pytest.TempPathFactory) -> Backends:
+    model = build_tiny_model(seed=3, norm_first=True, final_norm=True, decoder_layers=3, encoder_layers=1)
+    path = tmp_path_factory.mktemp("runtime") / "bundle"
+    write_fp32_variant(model, path / "onnx" / "fp32")
+    manifest = Manifest(
+        dimensions=dimensions_of(model),
+        limits=LIMITS,
+        special_ids=SpecialIds(pad=0, bos=1, eos=2, source_ends_with_eos=True),
+        generation=GenerationDefaults(max_length=LIMITS.max_target_length),
+        variants={"fp32": {}},
+    )
+    bundle = Bundle(path, manifest)
+    exact = in_float64(model, LIMITS)
+    return Backends(bundle, OnnxModel(bundle, threads=1), TorchModel(model, limits=LIMITS), exact)
+
+
+@pytest.fixture(params=["onnx", "torch"])
+def step_model(request: pytest.FixtureRequest, backends: Backends) -> StepModel:
+    """Each backend in turn."""
+    model: StepModel = getattr(backends, request.param)
+    return model
