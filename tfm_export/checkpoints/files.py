@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-import re
+import pickletools
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 
 from tfm_export.errors import CheckpointError
+
+MOST_PICKLE_BYTES = 16_000_000  # of a pickle that is only looked at to name what it needs
 
 
 def load_weights_only(path: Path) -> Any:
@@ -26,7 +29,11 @@ def load_weights_only(path: Path) -> Any:
     if path.stat().st_size == 0:
         raise CheckpointError(f"{path} is empty", "copy it again")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="Detected pickle protocol"
+            )  # what cannot be read is refused below
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as problem:
         raise _refusal(path, str(problem)) from problem
     # torch.load raises whatever its reader stumbles over in a damaged file.
@@ -38,15 +45,44 @@ def load_weights_only(path: Path) -> Any:
 
 
 def _refusal(path: Path, message: str) -> CheckpointError:
-    needs = re.findall(r"(?:GLOBAL|global) ([\w.]+)", message)
-    if needs:
+    classes = _classes_needed(path)
+    if classes:
         return CheckpointError(
-            f"{path} is a pickle that needs {', '.join(sorted(set(needs)))}; loading it could run code: refused",
+            f"{path} is a pickle that needs {', '.join(classes)}; loading it could run code: refused",
             "save the weights alone: torch.save(model.state_dict(), ...) or reference_model.save_checkpoint",
         )
     return CheckpointError(
         f"{path} is not a PyTorch checkpoint: {_first_line(message)}", "expected a file written by torch.save"
     )
+
+
+def _classes_needed(path: Path) -> list[str]:
+    """The functions and classes that a pickle names beyond those of tensors, read without executing any of it."""
+    names: set[str] = set()
+    strings: list[str] = []
+    try:
+        for opcode, argument, _ in pickletools.genops(_pickle_bytes(path)):
+            if opcode.name == "GLOBAL":
+                names.add(str(argument).replace(" ", "."))
+            elif opcode.name == "STACK_GLOBAL":
+                names.add(".".join(strings[-2:]))
+            elif isinstance(argument, str):
+                strings.append(argument)
+    except (ValueError, KeyError, OSError, zipfile.BadZipFile):
+        pass  # not a pickle to its end: what was found so far is told
+    harmless = ("torch._utils._rebuild", "torch.Float", "torch.Half", "torch.BFloat16", "collections.OrderedDict")
+    return sorted(name for name in names if not name.startswith(harmless))
+
+
+def _pickle_bytes(path: Path) -> bytes:
+    """The pickle in a file of torch.save, without the tensors' data; or the start of any other file."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            name = next(n for n in archive.namelist() if n.endswith("data.pkl"))
+            with archive.open(name) as file:
+                return file.read(MOST_PICKLE_BYTES)
+    with open(path, "rb") as file:
+        return file.read(MOST_PICKLE_BYTES)
 
 
 def _first_line(problem: object) -> str:
