@@ -20,6 +20,7 @@ from reference_model.vocabulary import Vocabulary
 
 FORMAT = "reference_model"
 FORMAT_VERSION = 1
+PARTS = ("format_version", "config", "weights", "vocabularies", "special_ids", "generation", "training")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     """Read a checkpoint, the model in fp32 and evaluation mode.
 
     Raises:
-        ValueError: the file is a checkpoint of another kind or version, or its weights do not fit its configuration.
+        ValueError: the file is something else, of a newer version, or lacks a part; or its configuration is wrong.
         pickle.UnpicklingError: the file needs code to be executed, or is not a checkpoint at all.
         RuntimeError: the file is damaged, or its weights do not fit its configuration.
     """
@@ -121,9 +122,12 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def checkpoint_from_state(state: Any) -> Checkpoint:
-    """The checkpoint that the contents of a file describe."""
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise ValueError(f"expected a checkpoint with format {FORMAT!r}")
+    """The checkpoint that the contents of a file describe; raises as `load_checkpoint` does."""
+    found = state.get("format") if isinstance(state, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"expected a checkpoint with format {FORMAT!r}, found {found!r}")
+    if missing := [name for name in PARTS if name not in state]:
+        raise ValueError(f"the checkpoint lacks {', '.join(missing)}")
     if state["format_version"] > FORMAT_VERSION:
         raise ValueError(f"expected format_version {FORMAT_VERSION} or older, found {state['format_version']}")
     model = Transformer(TransformerConfig(**state["config"]))

@@ -54,15 +54,13 @@ def encode_pairs(
     pairs: list[tuple[str, str]], source: Vocabulary, target: Vocabulary, special: SpecialIds
 ) -> list[Pair]:
     """Texts to ids; the target between start and end token."""
-    return [
-        (encode_source(s, source, special), [special.bos, *target.encode(t), special.eos]) for s, t in pairs
-    ]
+    return [(encode_source(s, source, special), [special.bos, *target.encode(t), special.eos]) for s, t in pairs]
 
 
 def pad(sequences: list[list[int]], pad_id: int) -> Tensor:
     """Lists of ids -> int64 [B, the longest]."""
     width = max(map(len, sequences))
-    return torch.tensor([s + [pad_id] * (width - len(s)) for s in sequences])
+    return torch.tensor([s + [pad_id] * (width - len(s)) for s in sequences], dtype=torch.long)
 
 
 def make_batch(pairs: list[Pair], special: SpecialIds) -> Batch:
@@ -78,12 +76,13 @@ def make_batch(pairs: list[Pair], special: SpecialIds) -> Batch:
 
 
 def batches(pairs: list[Pair], special: SpecialIds, batch_tokens: int, seed: int | None) -> Iterator[Batch]:
-    """Batches of like lengths, each of at most `batch_tokens` tokens (source and target, padding included).
+    """Batches of like lengths, each of about `batch_tokens` tokens, source and target together.
 
     Args:
         pairs: the encoded pairs.
         special: for the padding id.
-        batch_tokens: the bound; a longer pair makes a batch of its own.
+        batch_tokens: a batch's pairs times the tokens of its longest pair are at most this; a longer pair makes a
+            batch of its own. Padding can add to it where the longest source and the longest target are not one pair's.
         seed: decides the order of the batches and who shares one; None keeps them sorted by length.
     """
     order = random.Random(seed)

@@ -97,9 +97,7 @@ def read_examples(path: Path, checkpoint: Checkpoint, limit: int | None = None) 
     ]
 
 
-def evaluate(
-    method: str, search: Search, examples: list[Example], special: SpecialIds, batch_size: int = 64
-) -> Score:
+def evaluate(method: str, search: Search, examples: list[Example], special: SpecialIds, batch_size: int = 64) -> Score:
     """Decode all examples and compare.
 
     Args:
@@ -151,13 +149,13 @@ def evaluate_checkpoint(checkpoint: Checkpoint, examples: list[Example], beam_si
 
 def table(scores: list[Score]) -> str:
     """The scores for people."""
-    lines = [f"{'method':<10}{'sources':>9}{'exact-match error':>20}{'token error rate':>19}{'seconds':>10}"]
-    for score in scores:
-        lines.append(
-            f"{score.method:<10}{score.sources:>9,}{score.exact_match_error:>20.2%}"
-            f"{score.token_error_rate:>19.2%}{score.seconds:>10.1f}"
-        )
-    return "\n".join(lines)
+    head = f"{'method':<10}{'sources':>9}{'exact-match error':>20}{'token error rate':>19}{'seconds':>10}"
+    lines = (
+        f"{score.method:<10}{score.sources:>9,}{score.exact_match_error:>20.2%}{score.token_error_rate:>19.2%}"
+        f"{score.seconds:>10.1f}"
+        for score in scores
+    )
+    return "\n".join([head, *lines])
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

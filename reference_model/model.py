@@ -233,7 +233,7 @@ class Transformer(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
-        # Embeddings are multiplied by sqrt(M): started at 1/sqrt(M), they enter the stack at the scale of the positions.
+        # Embeddings are multiplied by sqrt(M): started at 1/sqrt(M), they enter the stack at the positions' scale.
         # A dict, not a set: a shared one is drawn once, and separate ones always in this order.
         for embedding in dict.fromkeys((self.source_embedding, self.target_embedding)):
             nn.init.normal_(embedding.weight, std=self.config.d_model**-0.5)

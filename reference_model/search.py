@@ -59,19 +59,19 @@ def greedy(
         One hypothesis a sentence.
     """
     memory = model.encode(source_ids, source_mask)
-    target = torch.full((source_ids.size(0), 1), special.bos)
-    chosen: list[list[tuple[int, float]]] = [[] for _ in range(source_ids.size(0))]
-    live = [True] * source_ids.size(0)
+    targets = [[special.bos] for _ in source_ids]
+    log_probs: list[list[float]] = [[] for _ in source_ids]
+    live = list(range(source_ids.size(0)))
     for _ in range(max_length):
-        values, tokens = next_log_probs(model, memory, source_mask, target).max(-1)
-        for i, (token, value) in enumerate(zip(tokens.tolist(), values.tolist(), strict=True)):
-            if live[i]:
-                chosen[i].append((token, value))
-                live[i] = token != special.eos
-        if not any(live):
+        step = next_log_probs(model, memory[live], source_mask[live], torch.tensor([targets[i] for i in live]))
+        values, tokens = step.max(-1)
+        for i, token, value in zip(live, tokens.tolist(), values.tolist(), strict=True):
+            targets[i].append(token)
+            log_probs[i].append(value)
+        live = [i for i in live if targets[i][-1] != special.eos]
+        if not live:
             break
-        target = torch.cat([target, tokens[:, None]], 1)
-    return [_hypothesis([t for t, _ in row], [p for _, p in row], special) for row in chosen]
+    return [_hypothesis(target[1:], values, special) for target, values in zip(targets, log_probs, strict=True)]
 
 
 class BeamSearch:
@@ -153,8 +153,9 @@ def beam_batch(
         sentences = [i for i in going for _ in searches[i].live]
         targets = torch.tensor([target for i in going for target in searches[i].targets()])
         log_probs = next_log_probs(model, memory[sentences], source_mask[sentences], targets)
-        for i, rows in zip(going, log_probs.split([len(searches[i].live) for i in going]), strict=True):
-            searches[i].step(rows)
+        rows = iter(log_probs)
+        for i in going:
+            searches[i].step(torch.stack([next(rows) for _ in searches[i].live]))
     return [search.results(length_penalty) for search in searches]
 
 
