@@ -12,18 +12,20 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import ctranslate2
 import numpy as np
-import torch
 from ctranslate2.specs import Activation, TransformerSpec
 from ctranslate2.specs.common_spec import LayerNormSpec
 from numpy.typing import NDArray
-from torch import nn
 
-from reference_model.checkpoint import Checkpoint, SpecialIds
-from reference_model.model import Transformer
+if TYPE_CHECKING:  # running a model takes no PyTorch, and a process that measures memory must not load it
+    import torch
+    from torch import nn
+
+    from reference_model.checkpoint import Checkpoint, SpecialIds
+    from reference_model.model import Transformer
 
 ACTIVATIONS = {"relu": Activation.RELU, "gelu": Activation.GELU}
 UNKNOWN = "<unk>"
@@ -71,6 +73,8 @@ def build(
     Raises:
         ValueError: the two sides call a special id by different names; CTranslate2 knows special tokens by name.
     """
+    from reference_model.checkpoint import Checkpoint, SpecialIds
+
     model = checkpoint_or_model
     if isinstance(model, Checkpoint):
         special, tokens = special or model.special_ids, tokens or _vocabularies(model)

@@ -1,0 +1,175 @@
+"""Whole generations of the base model: tfm-export against PyTorch eager and CTranslate2, same weights, same run.
+
+    python -m benchmarks.generation            # measure, write benchmarks/results/generation.json, print tables
+    python -m benchmarks.generation --batches 1 --rounds 3 --reuse
+    python -m benchmarks.generation --table    # the tables of the results that are there
+
+See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.contenders import CONTENDERS, SOURCE_LENGTH, TARGET_LENGTH
+from benchmarks.report import tables
+from benchmarks.work import prepare
+
+RESULTS = Path(__file__).parent / "results" / "generation.json"
+WORK = Path("build") / "benchmarks"
+# Threads of the contender before spin for a while when they run out of work.
+SECONDS_TO_CALM_DOWN = 0.3
+SHARE_REPEATS = 9
+
+
+class Worker:
+    """A contender in a process of its own.
+
+    Attributes:
+        name: one of CONTENDERS.
+        loaded: seconds and memory that loading took.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        self.name = name
+        command = [sys.executable, "-m", "benchmarks.contenders", name, str(WORK), str(threads)]
+        environment = {**os.environ, **CONTENDERS[name][1], "OMP_NUM_THREADS": str(threads)}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.loaded = self._answer()
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Send a request and wait for its answer, after a pause in which the other contenders come to rest."""
+        assert self._process.stdin is not None
+        time.sleep(SECONDS_TO_CALM_DOWN)
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of {self.name} ended with status {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def measure(names: list[str], batches: list[int], beams: list[int], rounds: int, threads: int) -> dict[str, Any]:
+    """Time every contender in every cell, in rounds that go through all contenders.
+
+    Args:
+        names: contenders.
+        batches: sentences decoded together; in ascending order, since memory is recorded as a peak.
+        beams: beam sizes.
+        rounds: generations of each contender that count in each cell; one more comes before them and does not.
+        threads: of each contender.
+
+    Returns:
+        What goes into the results file.
+    """
+    before = _limits(threads)
+    workers = [Worker(name, threads) for name in names]
+    cells: list[dict[str, Any]] = []
+    share: list[dict[str, float]] = []
+    try:
+        for beam in beams:
+            for batch in sorted(batches):
+                _say(f"batch {batch}, beam {beam}")
+                cells += _cell(workers, batch, beam, rounds)
+        for worker in workers:
+            if worker.name == "tfm-export":
+                share = [worker.ask(batch=1, python_share=True) for _ in range(SHARE_REPEATS)]
+    finally:
+        for worker in workers:
+            worker.close()
+    after = _limits(threads)
+    return {
+        "machine": machine.describe(),
+        "work": {"model": "base, random weights", "source_tokens": SOURCE_LENGTH, "target_tokens": TARGET_LENGTH},
+        "threads": threads,
+        "rounds": rounds,
+        "contenders": {worker.name: worker.loaded for worker in workers},
+        "cells": cells,
+        "python_share": share,
+        "limits": {key: max(before[key], after[key]) for key in before},
+    }
+
+
+def _cell(workers: list[Worker], batch: int, beam: int, rounds: int) -> list[dict[str, Any]]:
+    seconds: dict[str, list[float]] = {worker.name: [] for worker in workers}
+    last: dict[str, dict[str, Any]] = {}
+    for number in range(rounds + 1):
+        for worker in workers:
+            last[worker.name] = answer = worker.ask(batch=batch, beam=beam)
+            if number:
+                seconds[worker.name].append(answer["seconds"])
+    ours = last[workers[0].name]["tokens"]
+    for name, answer in last.items():
+        lengths = {len(tokens) for tokens in answer["tokens"]}
+        if lengths != {TARGET_LENGTH}:
+            raise RuntimeError(f"{name} should have generated {TARGET_LENGTH} tokens each, found {sorted(lengths)}")
+    return [
+        {
+            "contender": name,
+            "batch": batch,
+            "beam": beam,
+            "seconds": seconds[name],
+            "peak_megabytes": answer["peak_megabytes"],
+            # Random weights have near ties, which float32 may break either way.
+            "sentences_as_first_contender": sum(a == b for a, b in zip(answer["tokens"], ours, strict=True)),
+        }
+        for name, answer in last.items()
+    ]
+
+
+def _limits(threads: int) -> dict[str, float]:
+    """In a process of its own, so that its threads are gone when the contenders run."""
+    _say("memory bandwidth and matrix products")
+    command = [sys.executable, "-m", "benchmarks.limits", str(threads)]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    limits: dict[str, float] = json.loads(output)
+    return limits
+
+
+def _say(text: str) -> None:
+    print(f"... {text}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="print the tables of the results file and stop")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="the results file")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--beams", type=int, nargs="+", default=[1])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--reuse", action="store_true", help=f"use the models that are in {WORK} already")
+    arguments = parser.parse_args()
+    if not arguments.table:
+        if not arguments.reuse:
+            prepare(WORK, _say)
+        results = measure(arguments.contenders, arguments.batches, arguments.beams, arguments.rounds, arguments.threads)
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(tables(json.loads(arguments.output.read_text(encoding="utf-8"))))
+
+
+if __name__ == "__main__":
+    main()
