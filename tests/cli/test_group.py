@@ -1,0 +1,140 @@
+"""The command group: errors and exit codes, Ctrl-C, pipes, completion."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from tfm_export import cli as cli_module
+from tfm_export.cli import COMMANDS, CommandGroup, cli
+from tfm_export.errors import ParityError, RequestError, TfmExportError
+
+SCRIPT = Path(sys.executable).with_name("tfm-export")
+
+
+def group_that_raises(error: BaseException) -> click.Group:
+    """A group like ours with the one command `fail`."""
+
+    class Group(CommandGroup):
+        def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+            return click.Group.get_command(self, ctx, cmd_name)
+
+    group = Group("tfm-export")
+
+    @group.command()
+    def fail() -> None:
+        raise error
+
+    return group
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (RequestError("a source is empty"), 1, "Error: a source is empty\n"),
+        (TfmExportError(["one", "two"], "three"), 1, "Error: - one\n- two\nTry: three\n"),
+        (ParityError("token 3 differs"), 3, "Error: token 3 differs\n"),
+    ],
+)
+def test_an_error_of_ours_is_one_message_and_its_exit_code(error: TfmExportError, code: int, message: str) -> None:
+    result = CliRunner().invoke(group_that_raises(error), ["fail"])
+    assert (result.exit_code, result.stdout, result.stderr) == (code, "", message)
+
+
+def test_any_other_exception_keeps_its_traceback() -> None:
+    result = CliRunner().invoke(group_that_raises(ZeroDivisionError("a bug")), ["fail"])
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_an_interrupt_ends_with_130_and_without_a_message() -> None:
+    result = CliRunner().invoke(group_that_raises(KeyboardInterrupt()), ["fail"])
+    assert (result.exit_code, result.output) == (130, "\n")
+
+
+def test_ctrl_c_while_a_command_waits_for_input_ends_with_130(tiny_bundle: Path) -> None:
+    command = [str(SCRIPT), "run", str(tiny_bundle)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("hello\n" * 200)  # more than one chunk: a first answer shows that it is at work
+    process.stdin.flush()
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
+def test_a_reader_that_goes_away_ends_a_command_quietly(tiny_bundle: Path) -> None:
+    process = subprocess.Popen(
+        [str(SCRIPT), "inspect", str(tiny_bundle)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 1
+    assert errors == ""
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["inspect", "--nonsense"], ["onnx"]])
+def test_wrong_usage_ends_with_2_and_says_where_help_is(arguments: list[str]) -> None:
+    result = CliRunner().invoke(cli, arguments, prog_name="tfm-export")
+    assert result.exit_code == 2
+    assert "Try 'tfm-export" in result.stderr
+
+
+def test_the_word_error_is_red_on_a_terminal_unless_colours_are_unwanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert printed_on_a_terminal() == "\x1b[31m\x1b[1mError:\x1b[0m wrong"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert printed_on_a_terminal() == "Error: wrong"
+
+
+def printed_on_a_terminal() -> str:
+    """What `print_error` writes when standard error is a terminal."""
+    master, slave = os.openpty()
+    with os.fdopen(slave, "w") as terminal:
+        script = "from tfm_export import cli, errors; cli.print_error(errors.RequestError('wrong'))"
+        subprocess.run([sys.executable, "-c", script], stderr=terminal, check=True)
+        time.sleep(0)
+        written = os.read(master, 1000).decode()
+    os.close(master)
+    return written.strip()
+
+
+def test_the_group_lists_every_command_module_and_no_other() -> None:
+    modules = {path.stem for path in Path(cli_module.__file__).parent.glob("*.py")}
+    with_command = {
+        name for name in modules if "\ndef command(" in (Path(cli_module.__file__).with_name(f"{name}.py")).read_text()
+    }
+    assert {module.rpartition(".")[2] for module in COMMANDS.values()} == with_command
+
+
+@pytest.mark.parametrize(("shell", "sign"), [("bash", "complete -o"), ("zsh", "#compdef"), ("fish", "complete --")])
+def test_completion_prints_the_script_of_each_shell(shell: str, sign: str) -> None:
+    result = CliRunner().invoke(cli, ["completion", shell], prog_name="tfm-export")
+    assert result.exit_code == 0
+    assert sign in result.stdout
+    assert "_TFM_EXPORT_COMPLETE" in result.stdout
+
+
+def test_the_completion_script_asks_for_words_and_gets_them() -> None:
+    environment = {
+        **os.environ,
+        "_TFM_EXPORT_COMPLETE": "bash_complete",
+        "COMP_WORDS": "tfm-export ins",
+        "COMP_CWORD": "1",
+    }
+    done = subprocess.run([SCRIPT], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "plain,inspect\n"
