@@ -62,18 +62,22 @@ def test_a_bundle_is_readable_by_other_users(tmp_path: Path) -> None:
     assert {p.stat().st_mode & 0o777 for p in (tmp_path / "b").iterdir()} == {0o644}
 
 
-def test_a_failure_while_filling_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), new_bundle(tmp_path / "b", MANIFEST, force=False) as bundle:
-        write_text(bundle.path / "golden.jsonl", "x")
+def fill_and_fail(path: Path, *, force: bool) -> None:
+    with new_bundle(path, MANIFEST, force=force) as bundle:
+        write_text(bundle.path / "golden.jsonl", "new")
         raise RuntimeError
+
+
+def test_a_failure_while_filling_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        fill_and_fail(tmp_path / "b", force=False)
     assert leftovers(tmp_path) == []
 
 
 def test_a_failure_under_force_leaves_the_old_bundle(tmp_path: Path) -> None:
     make_bundle(tmp_path / "b", "old")
-    with pytest.raises(RuntimeError), new_bundle(tmp_path / "b", MANIFEST, force=True) as bundle:
-        write_text(bundle.path / "golden.jsonl", "new")
-        raise RuntimeError
+    with pytest.raises(RuntimeError):
+        fill_and_fail(tmp_path / "b", force=True)
     assert leftovers(tmp_path) == ["b"]
     assert (tmp_path / "b" / "golden.jsonl").read_text() == "old"
 

@@ -12,6 +12,7 @@ OPSET = 24
 IR_VERSION = 11
 ENCODER = "encoder.onnx"
 DECODER_STEP = "decoder_step.onnx"
+DECODER_STEP_ATTENTION = "decoder_step_attention.onnx"
 WEIGHTS = "weights.bin"
 
 Axis = str | int
@@ -90,8 +91,17 @@ def decoder_step_inputs(dimensions: Dimensions, float_type: str = "float32") -> 
     ]
 
 
-def decoder_step_outputs(dimensions: Dimensions, float_type: str = "float32") -> list[TensorSpec]:
-    """What decoder_step.onnx gives. Log-probabilities are float32 whatever the caches are."""
+def decoder_step_outputs(
+    dimensions: Dimensions, float_type: str = "float32", *, attention: bool = False
+) -> list[TensorSpec]:
+    """What decoder_step.onnx gives. Log-probabilities are float32 whatever the caches are.
+
+    Args:
+        dimensions: the model's.
+        float_type: of the caches.
+        attention: of decoder_step_attention.onnx, which also gives the weights of one layer's cross-attention, the mean
+            over its heads.
+    """
     top: tuple[Axis, ...] = ("batch", "query", dimensions.candidates)
     cache: tuple[Axis, ...] = ("batch", dimensions.heads, "capacity", dimensions.head_size)
     return [
@@ -99,4 +109,5 @@ def decoder_step_outputs(dimensions: Dimensions, float_type: str = "float32") ->
         TensorSpec("top_log_probs", "float32", top),
         TensorSpec("top_ids", "int64", top),
         *(TensorSpec(cache_output_name(name), float_type, cache) for name in self_cache_names(dimensions)),
+        *([TensorSpec("cross_attention", "float32", ("batch", "query", "source"))] if attention else []),
     ]

@@ -82,7 +82,7 @@ def test_truncated_files_are_refused(tiny_checkpoint: Path, tmp_path: Path, kept
     content = tiny_checkpoint.read_bytes()
     size = kept if isinstance(kept, int) else int(len(content) * kept)
     (tmp_path / "cut.pt").write_bytes(content[:size])
-    with pytest.raises(CheckpointError, match="cut.pt"):
+    with pytest.raises(CheckpointError, match=r"cut\.pt"):
         read_checkpoint(tmp_path / "cut.pt")
 
 

@@ -34,15 +34,14 @@ def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
 def quick_graphs(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny checkpoint's graphs are copied from its bundle instead of being traced again."""
 
-    def copy(_: object, folder: Path) -> None:
+    def copy(_: object, folder: Path, **__: object) -> None:
         shutil.copytree(tiny_bundle / "onnx" / "fp32", folder)
 
     monkeypatch.setattr(stage, "write_fp32_variant", copy)
 
 
-def test_the_bundle_is_told_file_by_file_with_a_verdict(
-    invoke: Invoke, tiny_checkpoint: Path, tmp_path: Path, quick_graphs: None
-) -> None:
+@pytest.mark.usefixtures("quick_graphs")
+def test_the_bundle_is_told_file_by_file_with_a_verdict(invoke: Invoke, tiny_checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("hello\nworld\n\nparity\n")
     result = invoke("onnx", tiny_checkpoint, "--inputs", "lines.txt")
     assert result.exit_code == 0, result.output
@@ -58,15 +57,16 @@ def test_the_bundle_is_told_file_by_file_with_a_verdict(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["lines.txt", "tfm_bundle"]
 
 
-def test_without_inputs_the_golden_set_is_marked_synthetic(
-    invoke: Invoke, tiny_checkpoint: Path, tmp_path: Path, quick_graphs: None
-) -> None:
+@pytest.mark.usefixtures("quick_graphs")
+def test_without_inputs_the_golden_set_is_marked_synthetic(invoke: Invoke, tiny_checkpoint: Path) -> None:
     result = invoke("onnx", tiny_checkpoint, "-o", "b", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["golden"]["synthetic"] is True
 
 
-def test_an_existing_output_is_refused_before_any_work(invoke: Invoke, tiny_checkpoint: Path, tiny_bundle: Path) -> None:
+def test_an_existing_output_is_refused_before_any_work(
+    invoke: Invoke, tiny_checkpoint: Path, tiny_bundle: Path
+) -> None:
     before = (tiny_bundle / "bundle.json").read_bytes()
     start = time.perf_counter()
     result = invoke("onnx", tiny_checkpoint, "-o", tiny_bundle)
@@ -84,6 +84,7 @@ def failing_report(*_: object, **__: object) -> ParityReport:
     )
 
 
+@pytest.mark.usefixtures("quick_graphs")
 @pytest.mark.parametrize("force", [False, True])
 def test_failed_parity_exits_3_and_leaves_what_was_there(
     invoke: Invoke,
@@ -91,7 +92,6 @@ def test_failed_parity_exits_3_and_leaves_what_was_there(
     tiny_bundle: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    quick_graphs: None,
     force: bool,
 ) -> None:
     monkeypatch.setattr(stage, "verify_variant", failing_report)
@@ -126,7 +126,8 @@ def test_limits_beyond_the_position_table_are_refused(invoke: Invoke, tiny_check
     assert "10001" in result.stderr
 
 
-def test_smaller_limits_are_kept(invoke: Invoke, tiny_checkpoint: Path, tmp_path: Path, quick_graphs: None) -> None:
+@pytest.mark.usefixtures("quick_graphs")
+def test_smaller_limits_are_kept(invoke: Invoke, tiny_checkpoint: Path, tmp_path: Path) -> None:
     result = invoke("onnx", tiny_checkpoint, "--max-source-length", 9, "--max-target-length", 7, "--no-verify")
     assert result.exit_code == 0, result.output
     assert "not verified" in result.stdout

@@ -120,7 +120,7 @@ def test_a_tied_table_is_one_piece_of_the_file(export_configuration) -> None:
     assert len(places) == 1
 
 
-def test_small_tensors_stay_in_the_graph_and_large_ones_do_not(loaded: onnx.ModelProto, exported: Exported) -> None:
+def test_small_tensors_stay_in_the_graph_and_large_ones_do_not(exported: Exported) -> None:
     model = onnx.load(exported.folder / graph.DECODER_STEP, load_external_data=False)
     for tensor in model.graph.initializer:
         size = int(np.prod(tensor.dims)) * (8 if tensor.data_type == onnx.TensorProto.INT64 else 4)

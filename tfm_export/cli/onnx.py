@@ -49,6 +49,14 @@ class Stopwatch:
 )
 @click.option("--max-source-length", type=click.IntRange(min=1), help="Longest source in tokens, end token included.")
 @click.option("--max-target-length", type=click.IntRange(min=1), help="Longest target in tokens, end token included.")
+@click.option("--attention", is_flag=True, help="Also write the graph that gives attention weights (run --attention).")
+@click.option(
+    "--attention-layer",
+    type=int,
+    default=-1,
+    show_default=True,
+    help="The decoder layer whose cross-attention --attention gives; negative counts from the last.",
+)
 @click.option("--no-verify", is_flag=True, help="Do not compare with PyTorch.")
 @force_option
 @json_option
@@ -58,6 +66,8 @@ def command(
     inputs: click.utils.LazyFile | None,
     max_source_length: int | None,
     max_target_length: int | None,
+    attention: bool,
+    attention_layer: int,
     no_verify: bool,
     force: bool,
     as_json: bool,
@@ -84,6 +94,7 @@ def command(
             inputs=None if inputs is None else [line.rstrip("\n") for line in inputs],
             max_source_length=max_source_length,
             max_target_length=max_target_length,
+            attention_layer=attention_layer if attention else None,
             verify=not no_verify,
             force=force,
             progress=stopwatch.begin,

@@ -57,6 +57,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     return attended
 
 
+def attend_with_weights(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """`attend` in primitive operators, which also gives the weights [B, H, Q, K] that the operator keeps to itself."""
+    scores = query @ key.transpose(-2, -1) / math.sqrt(query.size(-1))
+    weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)
+    return weights @ value, weights
+
+
 def scatter(cache: Tensor, new: Tensor, write_index: Tensor) -> Tensor:
     """The operator `TensorScatter`: write `new` [B, H, Q, D] into `cache` [B, H, C, D] from slot write_index [B] on."""
     updated: Tensor = ops.symbolic(
@@ -162,8 +169,18 @@ class DecoderGraphLayer(nn.Module):
         cross_mask: Tensor,
         cache: tuple[Tensor, Tensor],
         cross: tuple[Tensor, Tensor],
+        cross_weights: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, Q, M], masks [B, 1, Q, C] and [B, 1, Q, S], cache [B, H, C, D], cross [B, H, S, D].
+
+        Args:
+            x: the decoder's stream.
+            write_index: see `scatter`.
+            self_mask: the slots each query sees.
+            cross_mask: the source tokens each query sees.
+            cache: the self-attention key and value.
+            cross: the cross-attention key and value.
+            cross_weights: a list to append the cross-attention's weights [B, H, Q, S] to; None for the fast operator.
 
         Returns:
             x [B, Q, M] and the updated self-attention key and value.
@@ -174,22 +191,29 @@ class DecoderGraphLayer(nn.Module):
         y = attention.output(attention.merge_heads(attend(query, key, value, self_mask)))
         x = self.self_attention_residual.after(x, y)
         query = attention.split_heads(self.cross_query(self.cross_attention_residual.before(x)))
-        y = self.cross_output(attention.merge_heads(attend(query, *cross, cross_mask)))
+        if cross_weights is None:
+            attended = attend(query, *cross, cross_mask)
+        else:
+            attended, weights = attend_with_weights(query, *cross, cross_mask)
+            cross_weights.append(weights)
+        y = self.cross_output(attention.merge_heads(attended))
         x = self.cross_attention_residual.after(x, y)
         y = self.feed_forward(self.feed_forward_residual.before(x))
         return self.feed_forward_residual.after(x, y), key, value
 
 
 class DecoderStepGraph(nn.Module):
-    """decoder_step.onnx.
+    """decoder_step.onnx, or decoder_step_attention.onnx.
 
     Args:
         model: the weights.
         candidates: N, how many of the best tokens a step names.
+        attention_layer: the layer whose cross-attention weights are an output too; None for none.
     """
 
-    def __init__(self, model: Transformer, candidates: int) -> None:
+    def __init__(self, model: Transformer, candidates: int, attention_layer: int | None = None) -> None:
         super().__init__()
+        self.attention_layer = attention_layer
         self.embedding, self.norm, self.candidates = model.target_embedding, model.decoder_norm, candidates
         self.scale, self.table = math.sqrt(model.config.d_model), model.positional_encoding.table
         self.layers = nn.ModuleList(DecoderGraphLayer(layer) for layer in model.decoder_layers)
@@ -211,10 +235,12 @@ class DecoderStepGraph(nn.Module):
         x = self.embedding(target_ids) * self.scale + nn.functional.embedding(positions, self.table)
         cross_mask = source_mask[:, None, None, :].expand(batch, 1, queries, source_mask.size(1))
         updated: list[Tensor] = []
+        weights: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             cache, keys_values = (self_caches[2 * i], self_caches[2 * i + 1]), (cross[2 * i], cross[2 * i + 1])
-            x, key, value = layer(x, write_index, self_mask, cross_mask, cache, keys_values)
+            wanted = weights if i == self.attention_layer else None
+            x, key, value = layer(x, write_index, self_mask, cross_mask, cache, keys_values, wanted)
             updated += [key, value]
         log_probs = self.projection(self.norm(x)).log_softmax(-1)
         top_log_probs, top_ids = log_probs.topk(self.candidates, -1)
-        return (log_probs, top_log_probs, top_ids, *updated)
+        return (log_probs, top_log_probs, top_ids, *updated, *(w.mean(1) for w in weights))

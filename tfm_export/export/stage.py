@@ -39,6 +39,7 @@ def export_bundle(
     inputs: Sequence[str] | None = None,
     max_source_length: int | None = None,
     max_target_length: int | None = None,
+    attention_layer: int | None = None,
     verify: bool = True,
     force: bool = False,
     progress: Progress = lambda _: None,
@@ -51,6 +52,8 @@ def export_bundle(
         inputs: real source texts for the golden set; without them it is synthetic.
         max_source_length: the longest source, its end token included; the position table's length by default.
         max_target_length: the longest target, its end token included; likewise.
+        attention_layer: also write the graph that gives this decoder layer's cross-attention weights; negative counts
+            from the last.
         verify: compare with PyTorch before the bundle is put in place.
         force: replace a bundle that is there.
         progress: told what begins.
@@ -69,6 +72,7 @@ def export_bundle(
     progress(f"reading {checkpoint}")
     source = read_checkpoint(checkpoint)
     limits = _limits(source, max_source_length, max_target_length)
+    attention_layer = _layer(source, attention_layer)
     manifest = Manifest(
         dimensions=dimensions_of(source.model),
         limits=limits,
@@ -82,7 +86,7 @@ def export_bundle(
         _write_tokenizer(bundle, source)
         sources = _golden_sources(bundle, source, inputs)
         progress("exporting the encoder and the decoder step")
-        _write_graphs(bundle, source)
+        _write_graphs(bundle, source, attention_layer)
         progress(f"decoding {len(sources)} golden inputs with PyTorch")
         _write_golden(bundle, source, sources, synthetic=inputs is None)
         if verify:
@@ -105,6 +109,14 @@ def _limits(source: SourceModel, max_source_length: int | None, max_target_lengt
     if problems:
         raise ExportError(problems)
     return Limits(max_source_length=max_source_length or table, max_target_length=max_target_length or table)
+
+
+def _layer(source: SourceModel, layer: int | None) -> int | None:
+    """A decoder layer's number, counted from the first."""
+    layers = source.model.config.decoder_layers
+    if layer is not None and not -layers <= layer < layers:
+        raise ExportError(f"attention layer {layer} is not in {-layers}..{layers - 1}: the decoder has {layers} layers")
+    return layer if layer is None else layer % layers
 
 
 def _facts(source: SourceModel) -> dict[str, Any]:
@@ -160,15 +172,19 @@ def _golden_sources(bundle: Bundle, source: SourceModel, inputs: Sequence[str] |
     return sources
 
 
-def _write_graphs(bundle: Bundle, source: SourceModel) -> None:
-    write_fp32_variant(source.model, bundle.path / "onnx" / "fp32")
+def _write_graphs(bundle: Bundle, source: SourceModel, attention_layer: int | None) -> None:
+    write_fp32_variant(source.model, bundle.path / "onnx" / "fp32", attention_layer=attention_layer)
     purposes = {
         graph.ENCODER: "source ids to cross-attention keys and values, once a sentence",
         graph.DECODER_STEP: "the next token, over an append-only cache",
-        graph.WEIGHTS: "weights of both graphs, float32",
+        graph.WEIGHTS: "weights of all graphs, float32",
     }
+    facts: dict[str, Any] = {"weights": "float32", "compute": "float32"}
+    if attention_layer is not None:
+        purposes[graph.DECODER_STEP_ATTENTION] = f"the same with decoder layer {attention_layer}'s attention weights"
+        facts["attention_layer"] = attention_layer
     bundle.add_files({f"onnx/fp32/{name}": purpose for name, purpose in purposes.items()})
-    bundle.manifest = replace(bundle.manifest, variants={"fp32": {"weights": "float32", "compute": "float32"}})
+    bundle.manifest = replace(bundle.manifest, variants={"fp32": facts})
 
 
 def _write_golden(bundle: Bundle, source: SourceModel, sources: list[Source], *, synthetic: bool) -> None:

@@ -45,8 +45,8 @@ def encoder_model(model: Transformer, dimensions: Dimensions) -> ir.Model:
     )
 
 
-def decoder_step_model(model: Transformer, dimensions: Dimensions) -> ir.Model:
-    """decoder_step.onnx, in memory."""
+def decoder_step_model(model: Transformer, dimensions: Dimensions, attention_layer: int | None = None) -> ir.Model:
+    """decoder_step.onnx, in memory; with an attention layer, decoder_step_attention.onnx."""
     sizes = {"batch": 2, "query": 3, "source": 7, "capacity": 16}
     symbols = {name: Dim(name) for name in sizes}
     inputs = graph.decoder_step_inputs(dimensions)
@@ -61,20 +61,21 @@ def decoder_step_model(model: Transformer, dimensions: Dimensions) -> ir.Model:
     single, caches = inputs[:5], 2 * dimensions.decoder_layers
     keys_values = inputs[5 : 5 + caches], inputs[5 + caches :]
     return export_module(
-        DecoderStepGraph(model, dimensions.candidates),
+        DecoderStepGraph(model, dimensions.candidates, attention_layer),
         (*map(example, single), *([example(spec) for spec in specs] for specs in keys_values)),
         (*map(shapes, single), *([shapes(spec) for spec in specs] for specs in keys_values)),
         inputs,
-        graph.decoder_step_outputs(dimensions),
+        graph.decoder_step_outputs(dimensions, attention=attention_layer is not None),
     )
 
 
-def write_fp32_variant(model: Transformer, folder: Path) -> Dimensions:
-    """Write both graphs and their weights into a new folder.
+def write_fp32_variant(model: Transformer, folder: Path, *, attention_layer: int | None = None) -> Dimensions:
+    """Write the graphs and their weights into a new folder.
 
     Args:
         model: in fp32.
         folder: created.
+        attention_layer: write decoder_step_attention.onnx too, with this layer's cross-attention weights.
 
     Returns:
         What the graphs show of the model.
@@ -87,4 +88,6 @@ def write_fp32_variant(model: Transformer, folder: Path) -> Dimensions:
     weights = WeightsFile(folder / graph.WEIGHTS)
     weights.write(encoder_model(model, dimensions), folder / graph.ENCODER)
     weights.write(decoder_step_model(model, dimensions), folder / graph.DECODER_STEP)
+    if attention_layer is not None:
+        weights.write(decoder_step_model(model, dimensions, attention_layer), folder / graph.DECODER_STEP_ATTENTION)
     return dimensions

@@ -1,0 +1,51 @@
+"""decoder_step_attention.onnx: the weights are PyTorch's, and everything else is what decoder_step.onnx gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnxruntime
+import torch
+
+from tfm_export import graph
+
+
+def test_the_weights_are_pytorchs_and_the_rest_is_the_fast_graphs(export_configuration) -> None:
+    exported = export_configuration("paper")
+    sizes, rng = exported.bundle.manifest.dimensions, np.random.default_rng(0)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # caches that are not bound are copied, which it warns of
+    sessions = {
+        name: onnxruntime.InferenceSession(exported.folder / name, options)
+        for name in (graph.ENCODER, graph.DECODER_STEP, graph.DECODER_STEP_ATTENTION)
+    }
+    found = [value.name for value in sessions[graph.DECODER_STEP_ATTENTION].get_outputs()]
+    assert found == [spec.name for spec in graph.decoder_step_outputs(sizes, attention=True)]
+
+    source_ids = rng.integers(3, sizes.source_vocabulary_size, (3, 9))
+    source_mask = np.arange(9) < np.array([[9], [4], [1]])
+    target_ids = rng.integers(3, sizes.target_vocabulary_size, (3, 5))
+    source = {"source_ids": source_ids, "source_mask": source_mask}
+    cross = dict(zip(graph.cross_names(sizes), sessions[graph.ENCODER].run(None, source), strict=True))
+    cache = np.zeros((3, sizes.heads, 5, sizes.head_size), np.float32)
+    feeds = {
+        "target_ids": target_ids,
+        "positions": np.tile(np.arange(5), (3, 1)),
+        "write_index": np.zeros(3, np.int64),
+        "self_mask": np.tile(np.tri(5, dtype=bool), (3, 1, 1, 1)),
+        "source_mask": source_mask,
+        **dict.fromkeys(graph.self_cache_names(sizes), cache),
+        **cross,
+    }
+    *slow, weights = sessions[graph.DECODER_STEP_ATTENTION].run(None, feeds)
+    fast = sessions[graph.DECODER_STEP].run(None, feeds)
+    for name, a, b in zip(found, slow, fast, strict=False):
+        np.testing.assert_allclose(a, b, atol=3e-5, err_msg=name)
+
+    expected: list[torch.Tensor] = []
+    with torch.inference_mode():
+        mask = torch.from_numpy(source_mask)
+        memory = exported.model.encode(torch.from_numpy(source_ids), mask)
+        exported.model.decode(torch.from_numpy(target_ids), memory, mask, cross_attention=expected)
+    np.testing.assert_allclose(weights, expected[1].mean(1).numpy(), atol=1e-5)
+    assert (weights[~np.broadcast_to(source_mask[:, None], weights.shape)] == 0).all()
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
