@@ -54,6 +54,7 @@ def test_the_bundle_is_told_file_by_file_with_a_verdict(invoke: Invoke, tiny_che
     assert bundle.manifest.golden["synthetic"] is False
     report = json.loads((bundle.path / "reports" / "parity.json").read_text())
     assert report["passed"] is True
+    assert (bundle.path / "reports" / "parity.html").is_file()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["lines.txt", "tfm_bundle"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from tfm_export.precision import Tolerance
 from tfm_export.verify import steps
 from tfm_export.verify.golden import Golden, _compare
-from tfm_export.verify.report import GenerationComparison, ParityReport, TensorComparison
+from tfm_export.verify.page import parity_page
+from tfm_export.verify.report import GenerationComparison, ParityReport, TensorComparison, reports_json
 
 GOLDEN = [
     Golden(text="a", source_ids=[3], tokens=[5, 6, 2], log_probs=[-1.0, -1.0, -1.0], margins=[0.5, 1e-6, 0.7]),
@@ -102,8 +104,26 @@ def test_the_limit_is_twice_the_own_error_but_not_below_the_floor() -> None:
 
 
 def test_the_json_tells_every_verdict() -> None:
-    state = json.loads(report().to_json())
+    state = json.loads(reports_json([report(), report(tensors=[])]))
     assert state["passed"] is True
-    assert state["tensors"][0]["passed"] is True
-    assert state["generations"][0]["passed"] is True
-    assert state["generations"][0]["identical"] == 3
+    first, second = state["variants"]
+    assert first["passed"] is True
+    assert first["tensors"][0]["passed"] is True
+    assert first["generations"][0]["passed"] is True
+    assert first["generations"][0]["identical"] == 3
+    assert second["tensors"] == []
+    bad = report(generations=[_compare("greedy", GOLDEN, [[9], *TOKENS[1:]], 1e-4)])
+    state = json.loads(reports_json([report(), bad]))
+    assert [state["passed"], *(v["passed"] for v in state["variants"])] == [False, True, False]
+
+
+def test_the_page_shows_the_verdict_and_escapes_texts() -> None:
+    golden = [replace(GOLDEN[0], text="<script>&"), *GOLDEN[1:]]
+    bad = report(generations=[_compare("greedy, alone", golden, [[9], *TOKENS[1:]], 1e-4)])
+    page = parity_page([report(), bad], "Parity")
+    assert page.count("<h2>") == 2
+    assert "FAILED" in page
+    assert "&lt;script&gt;&amp;" in page
+    assert "<script>" not in page
+    assert "log_probs" in page
+    assert "FAILED" not in parity_page([report()], "Parity")

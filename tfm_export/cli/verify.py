@@ -39,13 +39,18 @@ def command(bundle: Path, checkpoint: Path | None, threads: int | None, as_json:
         from tfm_export.checkpoints import read_checkpoint
 
         reference = read_checkpoint(checkpoint).model
-    from tfm_export.verify import verify_variant
+    from tfm_export.verify import reports_json, verify_variant, write_reports
 
     reports = [verify_variant(opened, name, reference=reference, threads=threads) for name in opened.manifest.variants]
-    for report in reports:
-        if as_json:
-            click.echo(report.to_json(), nl=False)
-        else:
+    try:
+        write_reports(opened, reports)
+        opened.save()
+    except OSError as problem:  # a bundle that a service reads may well be read-only
+        click.echo(f"note: the report was not written into the bundle: {problem}", err=True)
+    if as_json:
+        click.echo(reports_json(reports), nl=False)
+    else:
+        for report in reports:
             print_verdict(report)
     problems = [f"{report.variant}: {problem}" for report in reports for problem in report.problems()]
     if problems:

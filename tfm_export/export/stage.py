@@ -25,9 +25,7 @@ from tfm_export.errors import ExportError, ParityError, RequestError
 from tfm_export.export.golden import MOST_LINES, GoldenSet, Source, make_golden, real_sources, synthetic_sources
 from tfm_export.export.variant import dimensions_of, write_fp32_variant
 from tfm_export.tokenizer import load_tokenizer
-from tfm_export.verify import ParityReport, golden_text, verify_variant
-
-PARITY_REPORT = "reports/parity.json"
+from tfm_export.verify import ParityReport, golden_text, verify_variant, write_reports
 
 Progress = Callable[[str], None]
 
@@ -92,7 +90,7 @@ def export_bundle(
         if verify:
             progress("verifying against PyTorch")
             report = verify_variant(bundle, reference=source.model)
-            _write_report(bundle, report)
+            write_reports(bundle, [report])
             if not report.passed:
                 raise ParityError(report.problems(), "report this with the checkpoint's configuration")
     return Bundle.open(path, check_hashes=False), report
@@ -199,9 +197,3 @@ def _write_golden(bundle: Bundle, source: SourceModel, sources: list[Source], *,
     kind = "synthetic inputs" if synthetic else "real inputs"
     bundle.add_files({GOLDEN: f"{len(sources)} {kind} with what PyTorch gave for them"})
     bundle.manifest = replace(bundle.manifest, golden=golden.facts())
-
-
-def _write_report(bundle: Bundle, report: ParityReport) -> None:
-    (bundle.path / PARITY_REPORT).parent.mkdir(exist_ok=True)
-    write_text(bundle.path / PARITY_REPORT, report.to_json())
-    bundle.add_files({PARITY_REPORT: "what verification measured"})

@@ -6,14 +6,16 @@ and whole generations of the golden inputs, token for token (needs the bundle al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tfm_export.bundle import GOLDEN, Bundle
+from tfm_export.bundle import GOLDEN, Bundle, write_text
 from tfm_export.errors import BundleError
 from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.onnx_runtime import OnnxModel
 from tfm_export.verify.golden import Golden, compare_generations, golden_text, read_golden
-from tfm_export.verify.report import Divergence, GenerationComparison, ParityReport, TensorComparison
+from tfm_export.verify.page import parity_page
+from tfm_export.verify.report import Divergence, GenerationComparison, ParityReport, TensorComparison, reports_json
 
 if TYPE_CHECKING:
     from reference_model import Transformer
@@ -26,8 +28,13 @@ __all__ = [
     "TensorComparison",
     "golden_text",
     "read_golden",
+    "reports_json",
     "verify_variant",
+    "write_reports",
 ]
+
+PARITY_JSON = "reports/parity.json"
+PARITY_PAGE = "reports/parity.html"
 
 
 def verify_variant(
@@ -74,3 +81,11 @@ def verify_variant(
         argmax_agreement=agreement,
         generations=generations,
     )
+
+
+def write_reports(bundle: Bundle, reports: Sequence[ParityReport]) -> None:
+    """Put what was measured into the bundle, for programs and for people; `Bundle.save` makes the manifest name it."""
+    (bundle.path / PARITY_JSON).parent.mkdir(exist_ok=True)
+    write_text(bundle.path / PARITY_JSON, reports_json(reports))
+    write_text(bundle.path / PARITY_PAGE, parity_page(reports, "Parity with PyTorch"))
+    bundle.add_files({PARITY_JSON: "what verification measured", PARITY_PAGE: "the same as a page for people"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -106,13 +107,13 @@ class ParityReport:
         """The tensor closest to its limit, or furthest beyond."""
         return max(self.tensors, key=lambda c: c.error / c.limit, default=None)
 
-    def to_json(self) -> str:
-        """The report as JSON, each part with its verdict."""
+    def facts(self) -> dict[str, Any]:
+        """The report as plain values, each part with its verdict."""
         state: dict[str, Any] = {"passed": self.passed, **asdict(self)}
         for name in ("tensors", "generations"):
             for entry, part in zip(state[name], getattr(self, name), strict=True):
                 entry["passed"] = part.passed
-        return json.dumps(state, indent=2, ensure_ascii=False) + "\n"
+        return state
 
     def problems(self) -> list[str]:
         """Every failure in a sentence."""
@@ -130,3 +131,9 @@ class ParityReport:
                 for d in comparison.divergences
             ]
         return found
+
+
+def reports_json(reports: Sequence[ParityReport]) -> str:
+    """The reports on a bundle's variants as JSON."""
+    state = {"passed": all(report.passed for report in reports), "variants": [report.facts() for report in reports]}
+    return json.dumps(state, indent=2, ensure_ascii=False) + "\n"
