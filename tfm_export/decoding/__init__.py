@@ -4,6 +4,8 @@ from tfm_export.decoding.constraints import Constraint, Trie
 from tfm_export.decoding.generate import generate, generate_iterable
 from tfm_export.decoding.options import DecodeOptions
 from tfm_export.decoding.result import Hypothesis, Reason, Request, Result, SettledToken, Statistics
+from tfm_export.decoding.scoring import score
+from tfm_export.decoding.stream import stream
 
 __all__ = [
     "Constraint",
@@ -17,4 +19,6 @@ __all__ = [
     "Trie",
     "generate",
     "generate_iterable",
+    "score",
+    "stream",
 ]

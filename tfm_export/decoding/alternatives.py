@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from tfm_export.bundle import SpecialIds
 from tfm_export.decoding.engine import decode
@@ -40,7 +41,13 @@ def alternatives(
         for request, result in zip(requests, firsts, strict=True)
         for first in result.hypotheses
     ]
-    onward = replace(_plain(options), num_hypotheses=1, length_formula="without_prefix", end_after_prefix="any_rank")
+    onward = replace(
+        options,
+        **_searched(options),
+        num_hypotheses=1,
+        length_formula="without_prefix",
+        end_after_prefix="any_rank",
+    )
     rest = iter(decode(model, branches, onward, special))
     return [merged([_joined(first, next(rest)) for first in result.hypotheses], keep_order=True) for result in firsts]
 
@@ -55,7 +62,8 @@ def _first_tokens(
     results: dict[int, Result] = {}
     for length, group in same_length.items():
         one_more = replace(
-            _plain(options),
+            options,
+            **_searched(options),
             beam_size=options.num_hypotheses,
             patience=1.0,
             length_penalty=0.0,
@@ -72,15 +80,15 @@ def _first_tokens(
     return [_likely(results[i], options.min_alternative_expansion_prob) for i in range(len(requests))]
 
 
-def _plain(options: DecodeOptions) -> DecodeOptions:
-    return replace(
-        options,
-        return_alternatives=False,
-        min_alternative_expansion_prob=0.0,
-        forced_bos=None,
-        target_prefix=(),
-        score_change=options.rules.score_change,
-    )
+def _searched(options: DecodeOptions) -> dict[str, Any]:
+    """The changes to options under which what comes after a prefix is searched for."""
+    return {
+        "return_alternatives": False,
+        "min_alternative_expansion_prob": 0.0,
+        "forced_bos": None,
+        "target_prefix": (),
+        "score_change": options.rules.score_change,
+    }
 
 
 def _likely(result: Result, least: float) -> Result:

@@ -109,14 +109,9 @@ class Engine:
         )
 
     def _problems(self, number: int, task: Task) -> Iterator[str]:
-        name, length, limit = f"source {number}", len(task.request.source), self.model.limits.max_source_length
-        if not length:
-            yield f"{name} is empty: the encoder needs at least one token"
-        if length > limit:
-            yield f"{name} has {length} tokens, the model takes at most {limit}"
-        yield from _ids_beyond(name, task.request.source, self.model.dimensions.source_vocabulary_size)
-        prefix, name = task.forced or task.wished, f"target_prefix of {name}"
-        yield from _ids_beyond(name, prefix, self.model.dimensions.target_vocabulary_size)
+        yield from source_problems(number, task.request.source, self.model)
+        prefix, name = task.forced or task.wished, f"target_prefix of source {number}"
+        yield from ids_beyond(name, prefix, self.model.dimensions.target_vocabulary_size)
         if len(prefix) >= self._longest:
             yield f"{name} has {len(prefix)} tokens: of the {self._longest} of a target none is left to search for"
         if self.options.forced_bos is not None and len(task.forced) > 1:
@@ -133,9 +128,9 @@ class _Batch:
         self.live: list[_Live] = []
 
     def admit(self, waiting: deque[tuple[int, Task]]) -> None:
-        """Let waiting requests join, as many as there is room for."""
-        count = self._room(waiting)
-        if not count or (self.live and count < min(len(waiting), JOIN_AT * self._options.max_batch_size)):
+        """Let waiting requests join, as many as there is room for, if they are worth the interruption."""
+        count, amount = self._room(waiting)
+        if not count or (self.live and count < len(waiting) and amount < JOIN_AT * self._options.max_batch_size):
             return
         joining = [waiting.popleft() for _ in range(count)]
         for number, task in joining:
@@ -144,15 +139,20 @@ class _Batch:
         prompts = [[*self._start, *task.forced] for _, task in joining]
         self._rows.join([task.request.source for _, task in joining], prompts, self._pad)
 
-    def _room(self, waiting: deque[tuple[int, Task]]) -> int:
-        count, length = 0, self._rows.source_length if self.live else 0
+    def _room(self, waiting: deque[tuple[int, Task]]) -> tuple[int, int]:
+        """How many may join, and how much that is in batch_type."""
+        batch = self._rows.source_length if self.live else 0
+        count, longest, tokens = 0, batch, self._options.batch_type == "tokens"
         for _, task in waiting:
-            length, size = max(length, len(task.request.source)), len(self.live) + count + 1
-            amount = size if self._options.batch_type == "examples" else size * length
-            if amount > self._options.max_batch_size and size > 1:
+            length = max(longest, len(task.request.source))
+            size = len(self.live) + count + 1
+            if size > 1 and (size * length if tokens else size) > self._options.max_batch_size:
                 break
-            count += 1
-        return count
+            # Much shorter sources would be padded to the batch's length: they wait for a batch of their own.
+            if len(task.request.source) * 2 < batch:
+                break
+            count, longest = count + 1, length
+        return count, count * longest if tokens else count
 
     def step(self) -> list[tuple[int, Result]]:
         """Run a step, unless requests are given up first.
@@ -162,12 +162,14 @@ class _Batch:
         """
         done = {row: reason for row, entry in enumerate(self.live) if (reason := entry.given_up())}
         if not done:
-            full = self._search.plan()
-            done = dict(self._search.advance(self._rows, self._rows.step(full=full)))
-            for row, entry in enumerate(self.live):
+            output = self._rows.step(full=self._search.plan())
+            if self._rows.ready.size:
+                done = dict(self._search.advance(self._rows, output))
+            for entry in self.live:
                 entry.steps += 1
-                if entry.task.request.on_tokens is not None and self._tell(row, entry, row in done):
-                    done.setdefault(row, Reason.CALLBACK)
+        for row, entry in enumerate(self.live):
+            if entry.task.request.on_tokens is not None and self._tell(row, entry, row in done):
+                done.setdefault(row, Reason.CALLBACK)
         results = [self._leave(row, done[row]) for row in sorted(done, reverse=True)]
         if done:
             self._rows.settle()
@@ -210,7 +212,18 @@ def decode(model: StepModel, requests: Sequence[Request], options: DecodeOptions
     return [results[i] for i in range(len(requests))]
 
 
-def _ids_beyond(name: str, ids: Sequence[int], size: int) -> Iterator[str]:
+def source_problems(number: int, source: Sequence[int], model: StepModel) -> Iterator[str]:
+    """Why a model cannot take a source."""
+    name, limit = f"source {number}", model.limits.max_source_length
+    if not len(source):
+        yield f"{name} is empty: the encoder needs at least one token"
+    if len(source) > limit:
+        yield f"{name} has {len(source)} tokens, the model takes at most {limit}"
+    yield from ids_beyond(name, source, model.dimensions.source_vocabulary_size)
+
+
+def ids_beyond(name: str, ids: Sequence[int], size: int) -> Iterator[str]:
+    """Which ids a vocabulary lacks."""
     if wrong := sorted({int(i) for i in ids if not 0 <= i < size}):
         yield f"{name} has ids that the vocabulary of {size} lacks: {', '.join(map(str, wrong))}"
 
@@ -231,6 +244,6 @@ def _options_beyond_model(model: StepModel, options: DecodeOptions, special: Spe
     for name in ("forced_bos", "forced_eos"):
         named[name] = () if getattr(options, name) is None else (getattr(options, name),)
     for name, ids in named.items():
-        yield from _ids_beyond(name, ids, size)
+        yield from ids_beyond(name, ids, size)
     if options.disable_unk and special.unk is None:
         yield "disable_unk: this model's vocabulary has no unknown token"

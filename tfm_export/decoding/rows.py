@@ -160,17 +160,14 @@ class Rows:
         """
         if not self.size:
             self._capacity = max(FIRST_CAPACITY, max(map(len, prompts)) + self.width)
-        first, length = self.size, max(map(len, sources))
-        ids, mask = np.full((len(sources), length), pad, np.int64), np.zeros((len(sources), length), np.bool_)
-        for row, source in enumerate(sources):
-            ids[row, : len(source)] = source
-            mask[row, : len(source)] = True
+        first = self.size
+        ids, mask = padded(sources, pad)
         fresh = self._model.encode(ids, mask, capacity=self._capacity)
         if self._sentences is None:
-            self._sentences, self._source_length = fresh, length
+            self._sentences, self._source_length = fresh, ids.shape[1]
         else:
             self._sentences.append(fresh)
-            self._source_length = max(self._source_length, length)
+            self._source_length = max(self._source_length, ids.shape[1])
         self._reserve(first + len(sources))
         self.size = first + len(sources)
         self._write_index[first : self.size] = 0
@@ -226,6 +223,16 @@ def _enlarged(array: NDArray[Any], shape: tuple[int, ...], rows: int) -> NDArray
     if rows:
         new[(slice(rows), *map(slice, array.shape[1:]))] = array[:rows]
     return new
+
+
+def padded(sequences: Sequence[Sequence[int]], pad: int) -> tuple[Ids, Mask]:
+    """Sequences as rows of one array, and where they are."""
+    shape = len(sequences), max(map(len, sequences))
+    ids, mask = np.full(shape, pad, np.int64), np.zeros(shape, np.bool_)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = sequence
+        mask[row, : len(sequence)] = True
+    return ids, mask
 
 
 def follow(array: NDArray[Any], spare: NDArray[Any], rows: Ids, parents: Ids) -> None:

@@ -208,12 +208,13 @@ class Editor:
         return -math.log(mass) if mass > 0 else 0.0
 
     def _wished(self, edit: Edit, values: Doubles, ids: Ids) -> Doubles:
-        """(1 - beta) p for all but the wished token, which gets beta more."""
-        if edit.wish is None:
+        """(1 - beta) p for all but the wished token, which gets beta more; nothing for one that may not follow."""
+        wished = (ids == edit.wish) & (values > -np.inf)
+        if edit.wish is None or not wished.any():
             return values
         beta = self._options.prefix_bias_beta
         values = values + math.log1p(-beta)
-        values[ids == edit.wish] = np.logaddexp(values[ids == edit.wish], math.log(beta))
+        values[wished] = np.logaddexp(values[wished], math.log(beta))
         return values
 
 

@@ -1,0 +1,159 @@
+"""Batching: how much at once, in which order, and what it costs; alternatives and other ways to ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.decoding.fake_model import SPECIAL, FakeModel, random_table
+from tfm_export.decoding import DecodeOptions, Request, generate, generate_iterable
+
+SOURCES = [tuple(int(t) for t in np.random.default_rng(i).integers(4, 40, 1 + i % 7)) for i in range(50)]
+
+
+class Sized(FakeModel):
+    """Notes how large each step and each encoded batch is."""
+
+    def encode(self, source_ids: np.ndarray, source_mask: np.ndarray, *, capacity: int) -> object:
+        self.shapes = [*getattr(self, "shapes", []), source_ids.shape]
+        return super().encode(source_ids, source_mask, capacity=capacity)
+
+
+@pytest.mark.parametrize("beam_size", [1, 3])
+def test_no_batch_holds_more_than_it_may(beam_size: int) -> None:
+    model = Sized(random_table())
+    generate(model, SOURCES, DecodeOptions(max_batch_size=6, beam_size=beam_size), SPECIAL)
+    assert max(rows for rows, _ in model.shapes) == 6
+    assert model.rows_stepped <= 6 * model.steps
+    model = Sized(random_table())
+    generate(model, SOURCES, DecodeOptions(max_batch_size=20, batch_type="tokens", beam_size=beam_size), SPECIAL)
+    assert max(rows * length for rows, length in model.shapes) <= 20
+    assert max(rows for rows, _ in model.shapes) > 20 // max(map(len, SOURCES))
+    assert [length for _, length in model.shapes] == sorted((length for _, length in model.shapes), reverse=True)
+
+
+def test_a_source_larger_than_a_batch_of_tokens_is_decoded_alone() -> None:
+    results = generate(
+        FakeModel(random_table()), SOURCES, DecodeOptions(max_batch_size=2, batch_type="tokens"), SPECIAL
+    )
+    assert len(results) == len(SOURCES)
+
+
+@pytest.mark.parametrize("beam_size", [1, 2, 4])
+def test_alone_batched_shuffled(beam_size: int) -> None:
+    model, options = FakeModel(random_table(7), 7), DecodeOptions(beam_size=beam_size, num_hypotheses=beam_size)
+    alone = [generate(model, [source], options, SPECIAL)[0].hypotheses for source in SOURCES]
+    order = np.random.default_rng(0).permutation(len(SOURCES))
+    shuffled = generate(model, [SOURCES[i] for i in order], options, SPECIAL)
+    assert [result.hypotheses for result in shuffled] == [alone[i] for i in order]
+
+
+def test_rows_are_reused() -> None:
+    """Without rows that join, every batch takes as long as its longest target."""
+    model = FakeModel(random_table())
+    results = generate(model, SOURCES, DecodeOptions(max_batch_size=8), SPECIAL)
+    needed = sum(result.statistics.steps for result in results)
+    assert model.moves
+    assert model.rows_stepped == needed
+    assert model.steps < 1.5 * needed / 8
+
+
+def test_statistics() -> None:
+    model = FakeModel(random_table(), longest=40)
+    (result,) = generate(model, [(5,)], DecodeOptions(min_decoding_length=30), SPECIAL)
+    hypothesis = result.hypotheses[0]
+    assert result.statistics.steps == len(hypothesis.tokens) + hypothesis.finished
+    assert result.statistics.seconds > 0
+    # 2 tensors of 1 layer, 1 head, size 1, 4 bytes, in a capacity that doubled from 16 until it held the target.
+    assert result.statistics.cache_bytes == 2 * 4 * min(64, 41)
+    assert model.grows == 2
+
+
+def test_a_stream_of_inputs_is_read_as_it_is_needed() -> None:
+    read = 0
+
+    def sources() -> Iterator[tuple[int, ...]]:
+        nonlocal read
+        for i in range(10**9):
+            read += 1
+            yield (4 + i % 30,)
+
+    model, options = FakeModel(random_table()), DecodeOptions(max_batch_size=2)
+    results = generate_iterable(model, sources(), options, SPECIAL)
+    first = [next(results) for _ in range(40)]
+    assert read <= 96
+    expected = generate(model, [(4 + i % 30,) for i in range(40)], options, SPECIAL)
+    assert [r.hypotheses for r in first] == [r.hypotheses for r in expected]
+
+
+@pytest.mark.parametrize("beam_size", [1, 3])
+def test_alternatives_go_on_from_the_likeliest_tokens(beam_size: int) -> None:
+    model = FakeModel(random_table(8, seed=3), 8)
+    options = DecodeOptions(return_alternatives=True, num_hypotheses=4, beam_size=beam_size, return_end_token=True)
+    requests = [Request(source=s, target_prefix=(4,) * (i % 3)) for i, s in enumerate(SOURCES[:6])]
+    for request, result in zip(requests, generate(model, requests, options, SPECIAL), strict=True):
+        prefix = tuple(request.target_prefix or ())
+        scores = model.table(tuple(request.source), (SPECIAL.bos, *prefix))
+        scores[SPECIAL.eos] = -np.inf
+        scores -= np.logaddexp.reduce(scores)
+        expected = np.argsort(-scores)[:4]
+        assert [h.tokens[len(prefix)] for h in result.hypotheses] == expected.tolist()
+        for hypothesis, token in zip(result.hypotheses, expected, strict=True):
+            after = Request(source=request.source, target_prefix=(*prefix, int(token)))
+            (alone,) = generate(
+                model,
+                [after],
+                DecodeOptions(beam_size=beam_size, return_end_token=True, compatibility="huggingface"),
+                SPECIAL,
+            )[0].hypotheses
+            if beam_size == 1:
+                assert hypothesis.tokens == alone.tokens
+                assert hypothesis.score == pytest.approx(scores[token] + alone.score, abs=1e-5)
+            assert hypothesis.log_probs is not None
+            assert hypothesis.log_probs[len(prefix)] == pytest.approx(scores[token], abs=1e-5)
+
+
+def test_unlikely_alternatives_are_left_out() -> None:
+    model = FakeModel(random_table(8, seed=3), 8)
+    options = DecodeOptions(return_alternatives=True, num_hypotheses=7, min_alternative_expansion_prob=0.1)
+    (result,) = generate(model, [(5,)], options, SPECIAL)
+    scores = model.table((5,), (SPECIAL.bos,))
+    scores[SPECIAL.eos] = -np.inf
+    assert len(result.hypotheses) == (np.exp(scores - np.logaddexp.reduce(scores)) >= 0.1).sum() < 7
+
+
+@pytest.mark.parametrize("beam_size", [1, 3])
+def test_distributions_are_what_the_tokens_were_chosen_from(beam_size: int) -> None:
+    model = FakeModel(random_table(8, seed=3), 8, candidates=3)
+    options = DecodeOptions(beam_size=beam_size, num_hypotheses=beam_size, return_logits_vocab=True)
+    for source, result in zip(SOURCES[:8], generate(model, SOURCES[:8], options, SPECIAL), strict=True):
+        for hypothesis in result.hypotheses:
+            path = [*hypothesis.tokens, *([SPECIAL.eos] if hypothesis.finished else [])]
+            assert hypothesis.distributions is not None
+            assert hypothesis.distributions.shape == (len(path), 8)
+            for i, row in enumerate(hypothesis.distributions):
+                assert row == pytest.approx(model.table(source, (SPECIAL.bos, *path[:i])), abs=1e-6)
+
+
+@pytest.mark.parametrize("beam_size", [1, 3])
+def test_several_start_tokens_are_no_part_of_the_result(beam_size: int) -> None:
+    model = FakeModel(random_table(8, seed=3), 8)
+    options = DecodeOptions(beam_size=beam_size, start_tokens=[2, 6], return_end_token=True)
+    (result,) = generate(model, [(5,)], options, SPECIAL)
+    best = result.hypotheses[0]
+    expected = [model.table((5,), (2, 6, *best.tokens[:i]))[token] for i, token in enumerate(best.tokens)]
+    assert best.log_probs == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_long_prompt_is_taken_in_by_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfm_export.decoding.rows.LARGEST_STEP", 3 * 7)
+    model = FakeModel(random_table(7), 7)
+    for beam_size in (1, 2):
+        options = DecodeOptions(beam_size=beam_size, target_prefix=[3, 4, 5, 6, 3, 4, 5])
+        pieces = generate(model, SOURCES[:1], options, SPECIAL)
+        monkeypatch.setattr("tfm_export.decoding.rows.LARGEST_STEP", 1 << 24)
+        assert generate(model, SOURCES[:1], options, SPECIAL)[0].hypotheses == pieces[0].hypotheses
+        monkeypatch.setattr("tfm_export.decoding.rows.LARGEST_STEP", 3 * 7)
+    assert max(model.queries[:4]) == 3

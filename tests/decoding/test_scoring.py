@@ -1,0 +1,52 @@
+"""The log-probabilities of given targets."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.decoding.fake_model import SPECIAL, FakeModel, random_table
+from tfm_export.decoding import DecodeOptions, generate, rows, score, scoring
+from tfm_export.errors import RequestError
+
+SOURCES = [(5,), (6, 7, 8), (9,), (10, 11)]
+TARGETS = [[4, 3], [3, 3, 4, 4, 3], [], [4]]
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 3, 8])
+@pytest.mark.parametrize("largest_step", [1, 30, rows.LARGEST_STEP])
+@pytest.mark.parametrize("add_end_token", [True, False])
+def test_scores_are_the_tables(
+    monkeypatch: pytest.MonkeyPatch, max_batch_size: int, largest_step: int, add_end_token: bool
+) -> None:
+    monkeypatch.setattr(scoring, "LARGEST_STEP", largest_step)
+    model = FakeModel(random_table())
+    found = score(model, SOURCES, TARGETS, SPECIAL, max_batch_size=max_batch_size, add_end_token=add_end_token)
+    for source, target, scores in zip(SOURCES, TARGETS, found, strict=True):
+        whole = [*target, SPECIAL.eos] if add_end_token else target
+        expected = [model.table(source, (SPECIAL.bos, *whole[:i]))[token] for i, token in enumerate(whole)]
+        assert scores == pytest.approx(expected, abs=1e-6)
+    # At most four rows a step, of a vocabulary of five.
+    assert max(model.queries) <= max(largest_step // (5 * (1 if max_batch_size == 1 else 2)), 1)
+
+
+def test_a_result_scores_what_its_search_said() -> None:
+    model = FakeModel(random_table())
+    results = generate(model, SOURCES, DecodeOptions(beam_size=3), SPECIAL)
+    finished = [(s, r.hypotheses[0]) for s, r in zip(SOURCES, results, strict=True) if r.hypotheses[0].finished]
+    assert finished
+    found = score(model, [s for s, _ in finished], [h.tokens for _, h in finished], SPECIAL)
+    for (_, hypothesis), scores in zip(finished, found, strict=True):
+        assert hypothesis.log_probs == pytest.approx(scores)
+
+
+def test_all_that_is_wrong_is_told() -> None:
+    with pytest.raises(RequestError) as caught:
+        score(FakeModel(random_table()), [(5,), ()], [[99], [3] * 12, [4]], SPECIAL)
+    told = "\n".join(caught.value.problems)
+    for problem in [
+        "2 sources and 3 targets",
+        "source 1 is empty",
+        "vocabulary of 5 lacks: 99",
+        "target 1 has 13 tokens",
+    ]:
+        assert problem in told

@@ -1,0 +1,126 @@
+"""CTranslate2's decoding against ours, on the same weights: the same tokens, and scores within 1e-4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.peers.ctranslate2 import Peer, build
+from reference_model import Transformer, load_checkpoint
+from reference_model.checkpoint import SpecialIds as ReferenceSpecialIds
+from tests.benchmarks.random_models import random_model
+from tfm_export.bundle import Limits, SpecialIds
+from tfm_export.decoding import DecodeOptions, Request, generate
+from tfm_export.runtime.step_model import Ids, Mask, StepOutput
+from tfm_export.runtime.torch_model import TorchModel
+
+G2P = Path("examples/g2p/g2p.pt")
+INPUTS = 200
+LONGEST = 24
+
+# Our options, and CTranslate2's where their names or defaults differ.
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "greedy, at least 5 tokens": {"min_decoding_length": 5},
+    "greedy, repetition penalty": {"repetition_penalty": 1.5},
+    "greedy, no bigram twice": {"no_repeat_ngram_size": 2},
+    "beam 2": {"beam_size": 2},
+    "beam 4": {"beam_size": 4},
+    "beam 8": {"beam_size": 8},
+    "beam 4, no length penalty": {"beam_size": 4, "length_penalty": 0.0},
+    "beam 4, length penalty 0.6": {"beam_size": 4, "length_penalty": 0.6},
+    "beam 4, length penalty 2": {"beam_size": 4, "length_penalty": 2.0},
+    "beam 4, no bigram twice": {"beam_size": 4, "no_repeat_ngram_size": 2},
+    "beam 4, no token twice": {"beam_size": 4, "no_repeat_ngram_size": 1},
+    "beam 4, repetition penalty": {"beam_size": 4, "repetition_penalty": 1.3},
+    "beam 4, 4 to 9 tokens": {"beam_size": 4, "min_decoding_length": 4, "max_decoding_length": 9},
+    "beam 4, patience 2": {"beam_size": 4, "patience": 2.0, "num_hypotheses": 6},
+    "beam 5, 5 best": {"beam_size": 5, "num_hypotheses": 5},
+    "beam 5, 3 best, no length penalty": {"beam_size": 5, "num_hypotheses": 3, "length_penalty": 0.0},
+    "beam 4, suppressed": {"beam_size": 4, "suppress_sequences": [[5], [7, 8], [9, 10, 11]]},
+    "beam 3, two ends": {"beam_size": 3, "end_token": [2, 9], "return_end_token": True},
+    "alternatives": {"num_hypotheses": 4, "return_alternatives": True},
+}
+PREFIXED = {"greedy": {}, "beam 4": {"beam_size": 4}, "beam 8, 4 best": {"beam_size": 8, "num_hypotheses": 4}}
+
+
+class WithLogits(TorchModel):
+    """Tells what logits are above log-probabilities."""
+
+    logits: torch.Tensor
+
+    def __init__(self, model: Transformer, limits: Limits) -> None:
+        super().__init__(model, limits=limits)
+        model.projection.register_forward_hook(lambda *call: setattr(self, "logits", call[-1]))
+
+    def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> Any:
+        sentences = super().encode(source_ids, source_mask, capacity=capacity)
+        plain = sentences.step
+
+        def step(*arrays: Any, full: bool = False) -> StepOutput:
+            output = plain(*arrays, full=full)
+            level = self.logits[..., 0].numpy() - output.log_probs[..., 0] if output.log_probs is not None else None
+            return replace(output, log_normaliser=level)
+
+        sentences.step = step  # type: ignore[method-assign]
+        return sentences
+
+
+@pytest.fixture(scope="module", params=["post-norm", "pre-norm", "g2p"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WithLogits, Peer]]:
+    """The same weights in both."""
+    if request.param == "g2p":
+        if not G2P.exists():
+            pytest.skip(f"{G2P} is not there")
+        model = load_checkpoint(G2P).model
+    else:
+        model = random_model(**({"norm_first": True, "final_norm": True} if request.param == "pre-norm" else {}))
+    folder = build(model, tmp_path_factory.mktemp("peer"), special=ReferenceSpecialIds())
+    with torch.inference_mode(), Peer(folder, threads=2) as peer:
+        yield WithLogits(model, Limits(max_source_length=40, max_target_length=40)), peer
+
+
+@pytest.fixture(scope="module")
+def sources(pair: tuple[WithLogits, Peer]) -> list[list[int]]:
+    generator, size = np.random.default_rng(3), pair[0].dimensions.source_vocabulary_size
+    return [[*generator.integers(4, size, generator.integers(1, 12)).tolist(), 2] for _ in range(INPUTS)]
+
+
+def compare(
+    pair: tuple[WithLogits, Peer], sources: list[list[int]], prefixes: list[list[int]] | None, options: dict[str, Any]
+) -> None:
+    model, peer = pair
+    options = {"max_decoding_length": LONGEST, **options}
+    theirs = peer.translate(sources, target_prefix=prefixes, return_scores=True, max_batch_size=32, **options)
+    requests = [
+        Request(source=s, target_prefix=p) for s, p in zip(sources, prefixes or [()] * len(sources), strict=True)
+    ]
+    special = SpecialIds(pad=0, bos=1, eos=2, source_ends_with_eos=True)
+    ours = generate(model, requests, DecodeOptions(compatibility="ctranslate2", **options), special)
+    different = []
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        same = [h.tokens for h in a.hypotheses] == [h.tokens for h in b]
+        close = np.allclose([h.score for h in a.hypotheses], [h.score for h in b], atol=1e-4, rtol=0) if same else False
+        if not close:
+            different.append((i, prefixes and prefixes[i], a.hypotheses, b))
+    assert not different, f"{len(different)} of {len(sources)} differ, the first: {different[0]}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_tokens_and_scores(pair: tuple[WithLogits, Peer], sources: list[list[int]], case: str) -> None:
+    compare(pair, sources, None, CASES[case])
+
+
+@pytest.mark.parametrize("case", PREFIXED)
+def test_same_tokens_and_scores_after_a_prefix(
+    pair: tuple[WithLogits, Peer], sources: list[list[int]], case: str
+) -> None:
+    generator, size = np.random.default_rng(5), pair[0].dimensions.target_vocabulary_size
+    prefixes = [generator.integers(4, size, generator.integers(1, 5)).tolist() for _ in sources]
+    compare(pair, sources, prefixes, PREFIXED[case])
