@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 EXTRAS := cpu,export,train,bench,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format docs clean
+.PHONY: help demo test test-all check format bench docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,11 +30,14 @@ format: $(INSTALLED) ## Format the code and mend what the linter can
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
+bench: $(INSTALLED) ## Measure whole generations beside CTranslate2 and PyTorch
+	@$(BIN)/python -m benchmarks.generation
+
 docs: $(INSTALLED) ## Write docs/cli.md anew from the command line's help
 	@$(BIN)/python -m tfm_export.cli.reference docs/cli.md
 
 clean: ## Remove .venv and everything else that make or the tests made
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis tfm_bundle
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The tested set of versions; installed again when one of the two files changes.

@@ -1,7 +1,7 @@
 """The command line: one file per command; each parses, calls one function of the library and prints.
 
-A command's module exposes `command` and is imported when the command is used or its help is shown, so it may import
-only what the base install has; heavy libraries come in when the command runs.
+A command's module is imported when the command is used or its help is shown, so it may import only what the base
+install has; heavy libraries come in when the command runs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import click
 
 from tfm_export.errors import TfmExportError
 
+# Each is the `command` of the module of its name, and what the list of commands says of it.
 COMMANDS = {
-    "onnx": "tfm_export.cli.onnx",
-    "verify": "tfm_export.cli.verify",
-    "run": "tfm_export.cli.run",
-    "inspect": "tfm_export.cli.inspect",
-    "completion": "tfm_export.cli.completion",
+    "onnx": "Export a checkpoint to a bundle, verified against PyTorch.",
+    "verify": "Compare a bundle with PyTorch.",
+    "run": "Decode texts.",
+    "inspect": "Show what a bundle holds.",
+    "completion": "Print the script that completes commands in a shell.",
 }
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
@@ -36,8 +37,13 @@ class CommandGroup(click.Group):
         """The command of that name, if there is one."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(COMMANDS[cmd_name]).command
+        command: click.Command = importlib.import_module(f"tfm_export.cli.{cmd_name}").command
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        """List the commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([*COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; errors that are not a `TfmExportError` keep their traceback."""
