@@ -299,7 +299,7 @@ def load(
         BundleError: it is not a bundle, is damaged or of a newer format, or has no such variant.
         RequestError: threads is less than 1.
     """
-    from tfm_export.runtime.onnx_runtime import OnnxModel  # noqa: PLC0415 (needs what the base install lacks)
+    from tfm_export.runtime.onnx_runtime import OnnxModel
 
     bundle = Bundle.open(path, check_hashes=check_hashes)
     tokenizer = load_tokenizer(bundle)
