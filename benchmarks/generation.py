@@ -38,9 +38,9 @@ class Worker:
         loaded: seconds and memory that loading took.
     """
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str, folder: Path, threads: int) -> None:
         self.name = name
-        command = [sys.executable, "-m", "benchmarks.contenders", name, str(WORK), str(threads)]
+        command = [sys.executable, "-m", "benchmarks.contenders", name, str(folder), str(threads)]
         environment = {**os.environ, **CONTENDERS[name][1], "OMP_NUM_THREADS": str(threads)}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -58,21 +58,23 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process of {self.name} ended with status {self._process.wait()}")
+            self.close()
+            raise RuntimeError(f"the process of {self.name} ended with status {self._process.returncode}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._process.communicate()
 
 
-def measure(names: list[str], batches: list[int], beams: list[int], rounds: int, threads: int) -> dict[str, Any]:
+def measure(
+    folder: Path, names: list[str], batches: list[int], beams: list[int], rounds: int, threads: int
+) -> dict[str, Any]:
     """Time every contender in every cell, in rounds that go through all contenders.
 
     Args:
+        folder: what `benchmarks.work.prepare` filled.
         names: contenders.
         batches: sentences decoded together; in ascending order, since memory is recorded as a peak.
         beams: beam sizes.
@@ -83,7 +85,7 @@ def measure(names: list[str], batches: list[int], beams: list[int], rounds: int,
         What goes into the results file.
     """
     before = _limits(threads)
-    workers = [Worker(name, threads) for name in names]
+    workers = [Worker(name, folder, threads) for name in names]
     cells: list[dict[str, Any]] = []
     share: list[dict[str, float]] = []
     try:
@@ -165,7 +167,9 @@ def main() -> None:
     if not arguments.table:
         if not arguments.reuse:
             prepare(WORK, _say)
-        results = measure(arguments.contenders, arguments.batches, arguments.beams, arguments.rounds, arguments.threads)
+        results = measure(
+            WORK, arguments.contenders, arguments.batches, arguments.beams, arguments.rounds, arguments.threads
+        )
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(tables(json.loads(arguments.output.read_text(encoding="utf-8"))))

@@ -19,7 +19,9 @@ LARGEST_BATCH = 32
 NO_END = -1e4
 
 
-def prepare(folder: Path, progress: Callable[[str], None]) -> None:
+def prepare(
+    folder: Path, progress: Callable[[str], None], *, preset: str = "base", vocabulary: int = VOCABULARY
+) -> None:
     """Fill a folder with the checkpoint, the bundle, the CTranslate2 model and the sources; what was there goes."""
     import torch
 
@@ -33,7 +35,7 @@ def prepare(folder: Path, progress: Callable[[str], None]) -> None:
     folder.mkdir(parents=True)
     torch.manual_seed(SEED)
     special = SpecialIds()
-    config = TransformerConfig.preset("base", source_vocabulary_size=VOCABULARY, target_vocabulary_size=VOCABULARY)
+    config = TransformerConfig.preset(preset, source_vocabulary_size=vocabulary, target_vocabulary_size=vocabulary)
     model = Transformer(config).eval()
     with torch.no_grad():
         model.projection.bias[special.eos] = NO_END
@@ -51,7 +53,7 @@ def prepare(folder: Path, progress: Callable[[str], None]) -> None:
     progress("exporting the bundle")
     export_bundle(folder / CHECKPOINT, folder / BUNDLE, verify=False)
     generator = torch.Generator().manual_seed(SEED)
-    sources = torch.randint(special.eos + 1, VOCABULARY, (LARGEST_BATCH, SOURCE_LENGTH), generator=generator)
+    sources = torch.randint(special.eos + 1, vocabulary, (LARGEST_BATCH, SOURCE_LENGTH), generator=generator)
     (folder / SOURCES).write_text(json.dumps(sources.tolist()))
 
 
