@@ -53,11 +53,11 @@ def test_alone_batched_shuffled(beam_size: int) -> None:
 def test_rows_are_reused() -> None:
     """Without rows that join, every batch takes as long as its longest target."""
     model = FakeModel(random_table())
-    results = generate(model, SOURCES, DecodeOptions(max_batch_size=8), SPECIAL)
+    results = generate(model, [(4 + i % 30, i) for i in range(40)], DecodeOptions(max_batch_size=8), SPECIAL)
     needed = sum(result.statistics.steps for result in results)
     assert model.moves
     assert model.rows_stepped == needed
-    assert model.steps < 1.5 * needed / 8
+    assert model.steps < 1.35 * needed / 8
 
 
 def test_statistics() -> None:

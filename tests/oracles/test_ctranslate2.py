@@ -21,8 +21,7 @@ from tfm_export.runtime.step_model import Ids, Mask, StepOutput
 from tfm_export.runtime.torch_model import TorchModel
 
 G2P = Path("examples/g2p/g2p.pt")
-INPUTS = 200
-LONGEST = 24
+LONGEST = 16
 
 # Our options, and CTranslate2's where their names or defaults differ.
 CASES: dict[str, dict[str, Any]] = {
@@ -86,10 +85,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield WithLogits(model, Limits(max_source_length=40, max_target_length=40)), peer
 
 
-@pytest.fixture(scope="module")
-def sources(pair: tuple[WithLogits, Peer]) -> list[list[int]]:
+@pytest.fixture(scope="module", params=[24, pytest.param(200, marks=pytest.mark.full)])
+def sources(request: pytest.FixtureRequest, pair: tuple[WithLogits, Peer]) -> list[list[int]]:
     generator, size = np.random.default_rng(3), pair[0].dimensions.source_vocabulary_size
-    return [[*generator.integers(4, size, generator.integers(1, 12)).tolist(), 2] for _ in range(INPUTS)]
+    return [[*generator.integers(4, size, generator.integers(1, 12)).tolist(), 2] for _ in range(request.param)]
 
 
 def compare(
@@ -102,7 +101,7 @@ def compare(
         Request(source=s, target_prefix=p) for s, p in zip(sources, prefixes or [()] * len(sources), strict=True)
     ]
     special = SpecialIds(pad=0, bos=1, eos=2, source_ends_with_eos=True)
-    ours = generate(model, requests, DecodeOptions(compatibility="ctranslate2", **options), special)
+    ours = generate(model, requests, DecodeOptions(compatibility="ctranslate2", max_batch_size=100, **options), special)
     different = []
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         same = [h.tokens for h in a.hypotheses] == [h.tokens for h in b]
