@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import IO
 
 import click
 
@@ -63,7 +64,7 @@ class Stopwatch:
 def command(
     checkpoint: Path,
     output: Path,
-    inputs: click.utils.LazyFile | None,
+    inputs: IO[str] | None,
     max_source_length: int | None,
     max_target_length: int | None,
     attention: bool,

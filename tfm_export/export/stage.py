@@ -156,6 +156,7 @@ def _golden_sources(bundle: Bundle, source: SourceModel, inputs: Sequence[str] |
     if not source.tokenizer:
         raise ExportError("the checkpoint has no vocabulary, so texts cannot be its inputs", "leave --inputs out")
     tokenizer = load_tokenizer(bundle)
+    assert tokenizer is not None  # its files were written a moment ago
     longest, sources, problems = bundle.manifest.limits.max_source_length, [], []
     for number, line in enumerate(lines, 1):
         try:

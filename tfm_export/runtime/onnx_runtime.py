@@ -7,6 +7,7 @@ buffers that stay bound until a shape changes.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from tfm_export.errors import BundleError, RequestError
 from tfm_export.extras import require_onnxruntime
 from tfm_export.graph import (
     DECODER_STEP,
+    DECODER_STEP_ATTENTION,
     ENCODER,
     Dimensions,
     TensorSpec,
@@ -48,6 +50,7 @@ class OnnxModel:
         limits: the longest sequences.
         float_type: the dtype of caches and cross-attention keys and values.
         threads: how many threads an operator may use.
+        gives_attention: whether steps give attention.
     """
 
     def __init__(self, bundle: Bundle, *, variant: str = "fp32", threads: int | None = None) -> None:
@@ -72,6 +75,29 @@ class OnnxModel:
         inputs = decoder_step_inputs(self.dimensions, self.float_type)
         outputs = decoder_step_outputs(self.dimensions, self.float_type)
         self._decoder_step: InferenceSession | None = _load(folder / DECODER_STEP, inputs, outputs, self.threads)
+        self._folder, self.gives_attention = folder, False
+
+    def with_attention(self) -> OnnxModel:
+        """The same model with steps that give attention; slower. The two share the encoder.
+
+        Raises:
+            RequestError: the bundle was exported without the graph for it, or the model is closed.
+            BundleError: that graph does not load or is not of the expected form.
+        """
+        if self._encoder is None:
+            raise RequestError("the model is closed", "load the bundle again")
+        path = self._folder / DECODER_STEP_ATTENTION
+        if not path.is_file():
+            raise RequestError(
+                f"the bundle has no {DECODER_STEP_ATTENTION}, so its steps cannot give attention",
+                "tfm-export onnx CHECKPOINT --attention",
+            )
+        model = copy.copy(self)
+        inputs = decoder_step_inputs(self.dimensions, self.float_type)
+        outputs = decoder_step_outputs(self.dimensions, self.float_type, attention=True)
+        model._decoder_step = _load(path, inputs, outputs, self.threads)  # noqa: SLF001 (a copy of this very object)
+        model.gives_attention = True
+        return model
 
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> OnnxSentences:
         """Run the encoder on a padded batch and set up its caches; see `StepModel.encode`."""
@@ -87,7 +113,7 @@ class OnnxModel:
             _bind_output(binding, name, array)
         encoder.run_with_iobinding(binding)
         memory.zero_padding()
-        return OnnxSentences(decoder_step, memory, self.dimensions, self.limits)
+        return OnnxSentences(decoder_step, memory, self.dimensions, self.limits, self.gives_attention)
 
     def close(self) -> None:
         """Let go of the sessions; what batches still need goes with the last of them."""
@@ -102,8 +128,16 @@ class OnnxSentences:
         memory: the caches, and what the encoder gave.
     """
 
-    def __init__(self, session: InferenceSession, memory: HostMemory, dimensions: Dimensions, limits: Limits) -> None:
+    def __init__(
+        self,
+        session: InferenceSession,
+        memory: HostMemory,
+        dimensions: Dimensions,
+        limits: Limits,
+        attention: bool,
+    ) -> None:
         self.session, self.memory, self._dimensions, self._limits = session, memory, dimensions, limits
+        self._attention = attention
         self._bound: _BoundStep | None = None
 
     @property
@@ -124,7 +158,9 @@ class OnnxSentences:
         check_step_arrays(target_ids, positions, write_index, self_mask, size=memory.size, capacity=memory.capacity)
         query = target_ids.shape[1]
         if bound is None or bound.query != query or bound.full != full:
-            bound = self._bound = _BoundStep(self.session, memory, self._dimensions, self._limits, query, full)
+            bound = self._bound = _BoundStep(
+                self.session, memory, self._dimensions, self._limits, query, full, self._attention
+            )
         if not bound.fill(target_ids, positions, write_index, self_mask):
             raise RequestError(
                 step_problems(
@@ -177,6 +213,7 @@ class _BoundStep:
         limits: Limits,
         query: int,
         full: bool,
+        attention: bool,
     ) -> None:
         self.query, self.full, size = query, full, memory.size
         tokens = size * query
@@ -192,7 +229,10 @@ class _BoundStep:
 
         top = (size, query, dimensions.candidates)
         log_probs = np.zeros((size, query, dimensions.target_vocabulary_size), np.float32) if full else None
-        self.output = StepOutput(np.zeros(top, np.float32), np.zeros(top, np.int64), log_probs)
+        source = memory.source_mask.shape[1]
+        weights = np.zeros((size, query, source), np.float32) if attention else None
+        top_log_probs, top_ids = np.zeros(top, np.float32), np.zeros(top, np.int64)
+        self.output = StepOutput(top_log_probs, top_ids, log_probs, attention=weights)
         self.best: Floats = self.output.top_log_probs[:, :, 0]
         self.binding = self._bind(session, memory)
 
@@ -210,6 +250,8 @@ class _BoundStep:
         _bind_output(binding, "top_ids", self.output.top_ids)
         if self.output.log_probs is not None:
             _bind_output(binding, "log_probs", self.output.log_probs)
+        if self.output.attention is not None:
+            _bind_output(binding, "cross_attention", self.output.attention)
         return binding
 
     def fill(self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask) -> bool:

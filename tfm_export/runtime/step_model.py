@@ -29,6 +29,8 @@ class StepOutput:
         top_ids: [B, Q, N], the token of each.
         log_probs: [B, Q, V] if they were fetched.
         log_normaliser: [B, Q] with log_probs, what logits are above log-probabilities, from backends that tell it.
+        attention: [B, Q, S], the weights of one layer's cross-attention, the mean over its heads, from models that
+            give it.
 
     The arrays may be overwritten by the next step of the same `Sentences`: copy what must last.
     """
@@ -37,6 +39,7 @@ class StepOutput:
     top_ids: Ids
     log_probs: Floats | None
     log_normaliser: Floats | None = None
+    attention: Floats | None = None
 
 
 class Sentences(Protocol):
@@ -113,6 +116,11 @@ class StepModel(Protocol):
     @property
     def limits(self) -> Limits:
         """The longest sequences."""
+        ...
+
+    @property
+    def gives_attention(self) -> bool:
+        """Whether steps give attention."""
         ...
 
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> Sentences:

@@ -29,13 +29,21 @@ class TorchModel:
         limits: the longest sequences.
     """
 
-    def __init__(self, model: Transformer, *, candidates: int = 16, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        candidates: int = 16,
+        limits: Limits | None = None,
+        attention_layer: int | None = None,
+    ) -> None:
         """Take a model in evaluation mode.
 
         Args:
             model: in the float type to compute in; `model.double()` for float64.
             candidates: N, how many of the best tokens a step names; at most V.
             limits: the longest sequences; by default what the position table holds.
+            attention_layer: the decoder layer, from 0, whose cross-attention weights steps give; None for none.
         """
         config = model.config
         self.model = model.eval()
@@ -49,6 +57,12 @@ class TorchModel:
         )
         length = config.max_length
         self.limits = limits or Limits(max_source_length=length, max_target_length=length)
+        self.attention_layer = attention_layer
+
+    @property
+    def gives_attention(self) -> bool:
+        """Whether steps give attention."""
+        return self.attention_layer is not None
 
     @torch.inference_mode()
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> TorchSentences:
@@ -111,15 +125,21 @@ class TorchSentences:
         )
         if problems:
             raise RequestError(problems)
-        log_probs = self._log_probs(*(torch.tensor(x) for x in (target_ids, positions, write_index, self_mask)))
+        inputs = [torch.tensor(x) for x in (target_ids, positions, write_index, self_mask)]
+        log_probs, weights = self._run(*inputs)
         top, ids = log_probs.topk(self.model.dimensions.candidates)
-        output = StepOutput(_numpy(top), ids.numpy(), _numpy(log_probs) if full else None)
+        layer = self.model.attention_layer
+        attention = None if layer is None else _numpy(weights[layer].mean(1))
+        output = StepOutput(_numpy(top), ids.numpy(), _numpy(log_probs) if full else None, attention=attention)
         check_finite(output.top_log_probs[:, :, 0])
         return output
 
-    def _log_probs(self, target_ids: Tensor, positions: Tensor, write_index: Tensor, self_mask: Tensor) -> Tensor:
-        """[B, Q, V]."""
+    def _run(
+        self, target_ids: Tensor, positions: Tensor, write_index: Tensor, self_mask: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Log-probabilities [B, Q, V] and every layer's cross-attention weights [B, H, Q, S]."""
         model = self.model.model
+        weights: list[Tensor] = []
         x = model.target_embedding(target_ids) * math.sqrt(model.config.d_model)
         x = x + model.positional_encoding.table[positions]
         for i, layer in enumerate(self.model.decoder_layers):
@@ -132,12 +152,12 @@ class TorchSentences:
             x = layer.self_attention_residual.after(x, y)
             y = layer.cross_attention_residual.before(x)
             cross_mask = self.source_mask[:, None, None, :]
-            y, _ = layer.cross_attention.attend(y, self.cross[2 * i], self.cross[2 * i + 1], cross_mask)
+            y, w = layer.cross_attention.attend(y, self.cross[2 * i], self.cross[2 * i + 1], cross_mask)
+            weights.append(w)
             x = layer.cross_attention_residual.after(x, y)
             y = layer.feed_forward(layer.feed_forward_residual.before(x))
             x = layer.feed_forward_residual.after(x, y)
-        log_probs: Tensor = model.projection(model.decoder_norm(x)).log_softmax(-1)
-        return log_probs
+        return model.projection(model.decoder_norm(x)).log_softmax(-1), weights
 
     @torch.inference_mode()
     def grow(self, capacity: int) -> None:
