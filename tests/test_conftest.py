@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +13,7 @@ import pytest
 import torch
 
 from reference_model import SpecialIds, Transformer, load_checkpoint, search
+from tests.conftest import gpu_problem
 
 WORDS = ["a", "tea", "hello", "production", "don't", "zebra", "transformer", "ox"]
 
@@ -51,3 +56,18 @@ def test_the_tiny_checkpoint_reads_letters_and_writes_words(tiny_checkpoint: Pat
     assert checkpoint.target_vocabulary.decode([4, 5]) == "p0 p1"
     assert checkpoint.model.config.source_vocabulary_size == len(checkpoint.source_vocabulary.tokens)
     assert checkpoint.model.config.target_vocabulary_size == len(checkpoint.target_vocabulary.tokens)
+
+
+def test_gpu_tests_are_skipped_by_name_with_the_reason(tmp_path: Path) -> None:
+    if gpu_problem() is None:
+        pytest.skip("there is a GPU")
+    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n\n\n@pytest.mark.gpu\ndef test_on_gpu():\n    raise AssertionError\n\n\n"
+        "def test_elsewhere():\n    pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", "-W", "ignore", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert "1 passed, 1 skipped" in done.stdout
+    assert re.search(r"test_on_gpu SKIPPED", done.stdout)
+    assert "needs a GPU: no NVIDIA driver" in done.stdout or "needs a GPU: the NVIDIA driver" in done.stdout
