@@ -134,6 +134,16 @@ def test_an_edit_gives_the_same_as_changing_the_whole_vocabulary(
     assert editor.whole(edit, log_probs, level) == pytest.approx(expected, abs=1e-5)
 
 
+def test_the_rest_keeps_its_digits_when_a_nearly_certain_token_is_banned() -> None:
+    logits = np.array([18.0, 1.0, 0.5, 0.0])
+    level = float(np.logaddexp.reduce(logits))
+    log_probs = (logits - level).astype(np.float32)
+    editor = Editor(DecodeOptions(), [2], [1], 3, 10)
+    values, ids = editor.best(Edit(banned=frozenset({0})), (log_probs, np.arange(4)), log_probs, level, 3)
+    assert ids.tolist() == [1, 2, 3]
+    assert values == pytest.approx(logits[1:] - np.logaddexp.reduce(logits[1:]), abs=1e-5)
+
+
 def test_log_probs_are_fetched_only_for_steps_whose_scores_change() -> None:
     model = FakeModel(random_table(VOCABULARY, seed=4), VOCABULARY, candidates=6)
     generate(model, [[5]], DecodeOptions(beam_size=3), SPECIAL)

@@ -68,20 +68,18 @@ class Candidates:
             for query in range(queries):
                 top = output.top_log_probs[row, query], output.top_ids[row, query]
                 log_probs = None if output.log_probs is None else output.log_probs[row, query]
-                best = self._editor.best(
-                    self.edit(row, query, queries), top, log_probs, _level(output, row, query), self.wanted
-                )
+                best = self._editor.best(self.edit(row, query), top, log_probs, _level(output, row, query), self.wanted)
                 values[place, query, : len(best[0])], ids[place, query, : len(best[1])] = best
         return values, ids
 
     def whole(self, output: StepOutput, row: int, query: int) -> Doubles:
         """The log-probabilities [V] after a query; the step must have fetched them."""
-        edit = self.edit(row, query, output.top_ids.shape[1])
+        edit = self.edit(row, query)
         return self._editor.whole(edit, _log_probs(output)[row, query], _level(output, row, query))
 
-    def edit(self, row: int, query: int, queries: int) -> Edit:
-        """What is changed after a query; a step with one query answers for the last of the row's."""
-        return NO_EDIT if self._edits is None else self._edits[row][query - queries]
+    def edit(self, row: int, query: int) -> Edit:
+        """What is changed after a query; of a prompt one query counts, and the row's hypotheses are all the same."""
+        return NO_EDIT if self._edits is None else self._edits[row][query]
 
 
 def _log_probs(output: StepOutput) -> Floats:
