@@ -6,7 +6,9 @@ and nothing in it is ever executed.
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -91,16 +93,13 @@ def save_checkpoint(checkpoint: Checkpoint, path: str | Path, *, half: bool = Fa
         path: the file.
         half: store float weights in fp16, half the size; they are computed with in fp32 all the same.
     """
-    weights = {
-        name: tensor.half() if half and tensor.is_floating_point() else tensor
-        for name, tensor in checkpoint.model.state_dict().items()
-    }
+    model = copy.deepcopy(checkpoint.model).half() if half else checkpoint.model  # a copy keeps tied weights tied
     vocabularies = (checkpoint.source_vocabulary, checkpoint.target_vocabulary)
     state = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "config": asdict(checkpoint.model.config),
-        "weights": weights,
+        "weights": model.state_dict(),
         "vocabularies": [v and {**asdict(v), "tokens": list(v.tokens)} for v in vocabularies],
         "special_ids": asdict(checkpoint.special_ids),
         "generation": asdict(checkpoint.generation),
@@ -109,16 +108,31 @@ def save_checkpoint(checkpoint: Checkpoint, path: str | Path, *, half: bool = Fa
     write_atomically(state, Path(path))
 
 
+def read_file(path: str | Path) -> Any:
+    """The contents of a file that `write_atomically` wrote.
+
+    Raises:
+        ValueError: it holds something else than tensors and plain values, which is not executed; or it is damaged.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    # In a file of another kind torch.load raises whatever its reader stumbles over.
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, AttributeError) as problem:
+        raise ValueError(
+            "expected a file of tensors and plain values; it is damaged, or something else that is not read because "
+            "reading it could execute code"
+        ) from problem
+
+
 def load_checkpoint(path: str | Path) -> Checkpoint:
     """Read a checkpoint, the model in fp32 and evaluation mode.
 
     Raises:
-        ValueError: the file is something else, of a newer version, or lacks a part; or its configuration is wrong.
-        pickle.UnpicklingError: the file needs code to be executed, or is not a checkpoint at all.
-        RuntimeError: the file is damaged, or its weights do not fit its configuration.
+        ValueError: the file is something else, damaged, of a newer version, or lacks a part; or its configuration is
+            wrong.
+        RuntimeError: its weights do not fit its configuration.
     """
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    return checkpoint_from_state(state)
+    return checkpoint_from_state(read_file(path))
 
 
 def checkpoint_from_state(state: Any) -> Checkpoint:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -184,7 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     try:
         checkpoint = load_checkpoint(args.checkpoint)
-    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as problem:
+    except (OSError, ValueError, RuntimeError) as problem:
         sys.exit(f"{args.checkpoint}: {problem}")
     try:
         examples = read_examples(args.test, checkpoint, args.limit)

@@ -79,7 +79,7 @@ class BeamSearch:
 
     Each step extends every live hypothesis by every token and looks at the 2 x beam_size best results. Those that end
     and are among the first beam_size are finished; the first beam_size that do not end live on. The search is over
-    when beam_size hypotheses are finished, or at `max_length` tokens, where the live ones count too.
+    when beam_size hypotheses are finished; else at `max_length` tokens, where the live ones count too.
 
     Attributes:
         live: the hypotheses to extend, the best first: their tokens and the log-probability of each.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import shlex
 import signal
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from reference_model.checkpoint import Checkpoint, GenerationDefaults, SpecialIds, save_checkpoint
+from reference_model.checkpoint import Checkpoint, GenerationDefaults, SpecialIds, read_file, save_checkpoint
 from reference_model.config import ACTIVATIONS, PRESETS, TransformerConfig
 from reference_model.data import Pair, encode_pairs, read_pairs
 from reference_model.model import Transformer
@@ -145,8 +144,8 @@ def build_trainer(args: argparse.Namespace, texts: Texts, special: SpecialIds) -
 def resume(trainer: Trainer, state_path: Path) -> None:
     """Restore a state that an earlier run left, or stop with the reason."""
     try:
-        trainer.restore(torch.load(state_path, map_location="cpu", weights_only=True))
-    except (ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError) as problem:
+        trainer.restore(read_file(state_path))
+    except ValueError as problem:
         sys.exit(f"{state_path}: {problem}. Delete it to start afresh, or choose another --state.")
     tell(f"resuming at epoch {trainer.epoch + 1}, step {trainer.step_in_epoch}")
 

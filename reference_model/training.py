@@ -164,14 +164,15 @@ class Trainer:
             "fingerprint": self.fingerprint,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Any) -> None:
         """Go on from a `state`.
 
         Raises:
-            ValueError: it is the state of a run with another configuration, other options or other data.
+            ValueError: it is the state of a run with another configuration, other options or other data, or no state.
         """
-        if state["fingerprint"] != self.fingerprint:
-            raise ValueError(f"expected the state of a run with {self.fingerprint}, found {state['fingerprint']}")
+        found = state.get("fingerprint") if isinstance(state, dict) else None
+        if found != self.fingerprint:
+            raise ValueError(f"expected the state of a run with {self.fingerprint}, found {found}")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.epoch, self.step_in_epoch = state["epoch"], state["step_in_epoch"]

@@ -1,0 +1,67 @@
+"""Configurations: the presets, and refusals that name everything that is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from reference_model import TransformerConfig
+from reference_model.config import PRESETS
+
+SIZES = {"source_vocabulary_size": 10, "target_vocabulary_size": 12}
+
+
+def test_base_is_the_papers() -> None:
+    config = TransformerConfig.preset("base", **SIZES)
+    assert (config.d_model, config.heads, config.d_ff) == (512, 8, 2048)
+    assert (config.encoder_layers, config.decoder_layers, config.dropout) == (6, 6, 0.1)
+    assert config.head_size == 64
+    assert not config.norm_first
+    assert config.activation == "relu"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_can_be_varied(name: str) -> None:
+    config = TransformerConfig.preset(name, **SIZES, decoder_layers=1, activation="gelu")
+    assert (config.decoder_layers, config.activation) == (1, "gelu")
+    assert config.encoder_layers == PRESETS[name]["encoder_layers"]
+
+
+def test_an_unknown_preset_is_told_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="base, small, tiny, found 'large'"):
+        TransformerConfig.preset("large", **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"d_model": 0}, "d_model must be at least 1, found 0"),
+        ({"encoder_layers": 0}, "encoder_layers must be at least 1"),
+        ({"max_length": -1}, "max_length must be at least 1, found -1"),
+        ({"d_model": 512, "heads": 7}, "multiple of heads, found 512 and 7"),
+        ({"d_model": 9, "heads": 3}, "must be even"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), found 1.0"),
+        ({"dropout": -0.1}, "dropout must be"),
+        ({"activation": "swish"}, "relu, gelu, found 'swish'"),
+        ({"layer_norm_epsilon": 0.0}, "layer_norm_epsilon must be positive"),
+        ({"share_embeddings": True}, "vocabularies of one size, found 10 and 12"),
+    ],
+)
+def test_what_does_not_fit_is_refused(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        TransformerConfig(**SIZES, **fields)
+
+
+def test_all_problems_are_named_at_once() -> None:
+    with pytest.raises(ValueError, match="must be") as caught:
+        TransformerConfig(**SIZES, d_ff=0, heads=0, dropout=2.0, activation="tanh", share_embeddings=True)
+    for part in ("d_ff", "heads", "dropout", "activation", "share_embeddings"):
+        assert part in str(caught.value)
+
+
+def test_a_configuration_does_not_change() -> None:
+    config = TransformerConfig(**SIZES)
+    with pytest.raises(FrozenInstanceError):
+        config.d_model = 4  # type: ignore[misc]
