@@ -96,6 +96,8 @@ def decoder_step_outputs(
 ) -> list[TensorSpec]:
     """What decoder_step.onnx gives. Log-probabilities are float32 whatever the caches are.
 
+    log_normaliser is what logits are above log-probabilities: options that change logits need it.
+
     Args:
         dimensions: the model's.
         float_type: of the caches.
@@ -108,6 +110,7 @@ def decoder_step_outputs(
         TensorSpec("log_probs", "float32", ("batch", "query", dimensions.target_vocabulary_size)),
         TensorSpec("top_log_probs", "float32", top),
         TensorSpec("top_ids", "int64", top),
+        TensorSpec("log_normaliser", "float32", ("batch", "query")),
         *(TensorSpec(cache_output_name(name), float_type, cache) for name in self_cache_names(dimensions)),
         *([TensorSpec("cross_attention", "float32", ("batch", "query", "source"))] if attention else []),
     ]

@@ -79,12 +79,18 @@ def test_attention_is_the_operator_and_never_causal(exported: Exported) -> None:
                 assert len(node.output) == 1
 
 
-def test_query_key_and_value_are_one_product(exported: Exported) -> None:
+def test_every_linear_layer_is_one_gemm_with_its_bias(exported: Exported) -> None:
     config = exported.model.config
-    nodes = onnx.load(exported.folder / graph.DECODER_STEP, load_external_data=False).graph.node
-    products = sum(node.op_type in {"MatMul", "Gemm"} for node in nodes)
-    # qkv, output, cross query, cross output, two of the feed-forward; and the projection
-    assert products == 6 * config.decoder_layers + 1
+    # Encoder: query, key, value, output, two of the feed-forward; and key and value for every decoder layer.
+    # Decoder: the same and the cross-attention's query and output; and the projection.
+    expected = {
+        graph.ENCODER: 6 * config.encoder_layers + 2 * config.decoder_layers,
+        graph.DECODER_STEP: 8 * config.decoder_layers + 1,
+    }
+    for file, count in expected.items():
+        nodes = onnx.load(exported.folder / file, load_external_data=False).graph.node
+        assert [len(node.input) for node in nodes if node.op_type == "Gemm"] == [3] * count
+        assert not any(node.op_type == "MatMul" for node in nodes)
 
 
 def test_integers_fit_32_bits_and_constants_fp16(loaded: onnx.ModelProto) -> None:

@@ -1,8 +1,8 @@
-"""The two graphs as PyTorch modules over the weights of a `reference_model.Transformer`.
+"""The graphs as PyTorch modules over the weights of a `reference_model.Transformer`.
 
-They compute what the Transformer computes, in the form that runtimes like: the query, key and value projections of a
-self-attention are one matrix product, the cross-attention keys and values of all decoder layers another, and attention
-is the ONNX operator `Attention` on [B, H, T, D]. Inputs and outputs are those of `tfm_export.graph`.
+They compute what the Transformer computes, in the form that runtimes like. Tokens are rows of a matrix [R, M], R = B*T,
+so that every linear layer is one `Gemm` with its bias inside, and attention is the ONNX operator `Attention` on
+[B, H, T, D]. Inputs and outputs are those of `tfm_export.graph`. Measured: docs/decisions/0003-graph-form.md.
 """
 
 from __future__ import annotations
@@ -19,21 +19,17 @@ from reference_model.model import DecoderLayer, EncoderLayer, MultiHeadAttention
 from tfm_export.graph import OPSET
 
 
-class MatrixProduct(nn.Module):
-    """x W + b with W stored as [in, out], so that the graph holds a plain MatMul and no transposed copy.
+class Affine(nn.Module):
+    """x W + b with W stored as [in, out]: the graph holds one Gemm and no transposed copy."""
 
-    Args:
-        linears: layers over the same input, computed as one; their outputs lie side by side.
-    """
-
-    def __init__(self, *linears: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.cat([linear.weight.detach() for linear in linears]).t().contiguous())
-        self.bias = nn.Parameter(torch.cat([linear.bias.detach() for linear in linears]))
+        self.weight = nn.Parameter(linear.weight.detach().t().contiguous())
+        self.bias = nn.Parameter(linear.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
-        return x @ self.weight + self.bias
+        """[R, in] -> [R, out]."""
+        return torch.addmm(self.bias, x, self.weight)
 
 
 class TiedProjection(nn.Module):
@@ -44,9 +40,8 @@ class TiedProjection(nn.Module):
         self.weight, self.bias = projection.weight, projection.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, Q, M] -> [B, Q, V]."""
-        rows = nn.functional.linear(x.reshape(-1, x.size(2)), self.weight, self.bias)
-        return rows.view(x.size(0), x.size(1), -1)
+        """[R, M] -> [R, V]."""
+        return nn.functional.linear(x, self.weight, self.bias)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -77,19 +72,23 @@ def scatter(cache: Tensor, new: Tensor, write_index: Tensor) -> Tensor:
     return updated
 
 
-class SelfAttention(nn.Module):
-    """The projections of a self-attention, fused."""
+class Attention(nn.Module):
+    """The projections of an attention. `keys_values` is left out where the encoder has done that part."""
 
-    def __init__(self, attention: MultiHeadAttention) -> None:
+    def __init__(self, attention: MultiHeadAttention, *, keys_values: bool = True) -> None:
         super().__init__()
-        self.split_heads, self.merge_heads = attention.split_heads, attention.merge_heads
-        self.qkv = MatrixProduct(attention.W_q, attention.W_k, attention.W_v)
-        self.output = MatrixProduct(attention.W_o)
+        self.heads, self.head_size = attention.heads, attention.head_size
+        self.query, self.output = Affine(attention.W_q), Affine(attention.W_o)
+        if keys_values:
+            self.key, self.value = Affine(attention.W_k), Affine(attention.W_v)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, M] -> query, key and value, each [B, H, T, D]."""
-        query, key, value = (self.split_heads(part) for part in self.qkv(x).chunk(3, -1))
-        return query, key, value
+    def split_heads(self, x: Tensor, batch: int) -> Tensor:
+        """[R, M] -> [B, H, T, D]."""
+        return x.view(batch, -1, self.heads, self.head_size).transpose(1, 2)
+
+    def merge_heads(self, x: Tensor) -> Tensor:
+        """[B, H, T, D] -> [R, M]."""
+        return x.transpose(1, 2).reshape(-1, self.heads * self.head_size)
 
 
 class FeedForward(nn.Module):
@@ -97,28 +96,30 @@ class FeedForward(nn.Module):
 
     def __init__(self, layer: EncoderLayer | DecoderLayer) -> None:
         super().__init__()
-        self.expand, self.contract = MatrixProduct(layer.feed_forward.W_1), MatrixProduct(layer.feed_forward.W_2)
+        self.expand, self.contract = Affine(layer.feed_forward.W_1), Affine(layer.feed_forward.W_2)
         self.activation = layer.feed_forward.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, M] -> [B, T, M]."""
+        """[R, M] -> [R, M]."""
         y: Tensor = self.contract(self.activation(self.expand(x)))
         return y
 
 
 class EncoderGraphLayer(nn.Module):
-    """An encoder layer with fused projections."""
+    """An encoder layer over rows."""
 
     def __init__(self, layer: EncoderLayer) -> None:
         super().__init__()
-        self.self_attention, self.feed_forward = SelfAttention(layer.self_attention), FeedForward(layer)
+        self.self_attention, self.feed_forward = Attention(layer.self_attention), FeedForward(layer)
         self.self_attention_residual = layer.self_attention_residual
         self.feed_forward_residual = layer.feed_forward_residual
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """x [B, S, M], mask [B, 1, S, S] -> x."""
-        attention = self.self_attention
-        query, key, value = attention.project(self.self_attention_residual.before(x))
+        """x [R, M], mask [B, 1, S, S] -> x."""
+        attention, batch = self.self_attention, mask.size(0)
+        y = self.self_attention_residual.before(x)
+        projections = (attention.query, attention.key, attention.value)
+        query, key, value = (attention.split_heads(project(y), batch) for project in projections)
         y = attention.output(attention.merge_heads(attend(query, key, value, mask)))
         x = self.self_attention_residual.after(x, y)
         y = self.feed_forward(self.feed_forward_residual.before(x))
@@ -133,30 +134,28 @@ class EncoderGraph(nn.Module):
         self.embedding, self.norm = model.source_embedding, model.encoder_norm
         self.scale, self.table = math.sqrt(model.config.d_model), model.positional_encoding.table
         self.layers = nn.ModuleList(EncoderGraphLayer(layer) for layer in model.encoder_layers)
-        attentions = [layer.cross_attention for layer in model.decoder_layers]
-        self.split_heads = attentions[0].split_heads
-        self.cross = MatrixProduct(*(linear for a in attentions for linear in (a.W_k, a.W_v)))
+        self.cross = nn.ModuleList(Attention(layer.cross_attention) for layer in model.decoder_layers)
 
     def forward(self, source_ids: Tensor, source_mask: Tensor) -> list[Tensor]:
         """source_ids [B, S], source_mask [B, S] -> the key and value [B, H, S, D] of every decoder layer in turn."""
         batch, length = source_ids.shape
         x = self.embedding(source_ids) * self.scale + self.table[:length]
+        x = x.reshape(-1, x.size(2))
         # ONNX Runtime's CPU Attention does not broadcast the query axis of a mask.
         mask = source_mask[:, None, None, :].expand(batch, 1, length, length)
         for layer in self.layers:
             x = layer(x, mask)
-        parts = self.cross(self.norm(x)).split(x.size(2), -1)
-        return [self.split_heads(part) for part in parts]
+        memory = self.norm(x)
+        return [a.split_heads(project(memory), batch) for a in self.cross for project in (a.key, a.value)]
 
 
 class DecoderGraphLayer(nn.Module):
-    """A decoder layer over a cache."""
+    """A decoder layer over rows and a cache."""
 
     def __init__(self, layer: DecoderLayer) -> None:
         super().__init__()
-        self.self_attention, self.feed_forward = SelfAttention(layer.self_attention), FeedForward(layer)
-        self.cross_query = MatrixProduct(layer.cross_attention.W_q)
-        self.cross_output = MatrixProduct(layer.cross_attention.W_o)
+        self.self_attention, self.feed_forward = Attention(layer.self_attention), FeedForward(layer)
+        self.cross_attention = Attention(layer.cross_attention, keys_values=False)
         self.self_attention_residual = layer.self_attention_residual
         self.cross_attention_residual = layer.cross_attention_residual
         self.feed_forward_residual = layer.feed_forward_residual
@@ -171,7 +170,7 @@ class DecoderGraphLayer(nn.Module):
         cross: tuple[Tensor, Tensor],
         cross_weights: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, Q, M], masks [B, 1, Q, C] and [B, 1, Q, S], cache [B, H, C, D], cross [B, H, S, D].
+        """x [R, M], masks [B, 1, Q, C] and [B, 1, Q, S], cache [B, H, C, D], cross [B, H, S, D].
 
         Args:
             x: the decoder's stream.
@@ -183,21 +182,24 @@ class DecoderGraphLayer(nn.Module):
             cross_weights: a list to append the cross-attention's weights [B, H, Q, S] to; None for the fast operator.
 
         Returns:
-            x [B, Q, M] and the updated self-attention key and value.
+            x [R, M] and the updated self-attention key and value.
         """
-        attention = self.self_attention
-        query, new_key, new_value = attention.project(self.self_attention_residual.before(x))
+        attention, batch = self.self_attention, self_mask.size(0)
+        y = self.self_attention_residual.before(x)
+        query, new_key, new_value = (
+            attention.split_heads(project(y), batch) for project in (attention.query, attention.key, attention.value)
+        )
         key, value = scatter(cache[0], new_key, write_index), scatter(cache[1], new_value, write_index)
         y = attention.output(attention.merge_heads(attend(query, key, value, self_mask)))
         x = self.self_attention_residual.after(x, y)
-        query = attention.split_heads(self.cross_query(self.cross_attention_residual.before(x)))
+        attention = self.cross_attention
+        query = attention.split_heads(attention.query(self.cross_attention_residual.before(x)), batch)
         if cross_weights is None:
             attended = attend(query, *cross, cross_mask)
         else:
             attended, weights = attend_with_weights(query, *cross, cross_mask)
             cross_weights.append(weights)
-        y = self.cross_output(attention.merge_heads(attended))
-        x = self.cross_attention_residual.after(x, y)
+        x = self.cross_attention_residual.after(x, attention.output(attention.merge_heads(attended)))
         y = self.feed_forward(self.feed_forward_residual.before(x))
         return self.feed_forward_residual.after(x, y), key, value
 
@@ -218,7 +220,7 @@ class DecoderStepGraph(nn.Module):
         self.scale, self.table = math.sqrt(model.config.d_model), model.positional_encoding.table
         self.layers = nn.ModuleList(DecoderGraphLayer(layer) for layer in model.decoder_layers)
         tied = model.config.tie_projection
-        self.projection = TiedProjection(model.projection) if tied else MatrixProduct(model.projection)
+        self.projection = TiedProjection(model.projection) if tied else Affine(model.projection)
 
     def forward(
         self,
@@ -233,6 +235,7 @@ class DecoderStepGraph(nn.Module):
         """See `tfm_export.graph.decoder_step_inputs` and `decoder_step_outputs`; keys and values alternate."""
         batch, queries = target_ids.shape
         x = self.embedding(target_ids) * self.scale + nn.functional.embedding(positions, self.table)
+        x = x.reshape(-1, x.size(2))
         cross_mask = source_mask[:, None, None, :].expand(batch, 1, queries, source_mask.size(1))
         updated: list[Tensor] = []
         weights: list[Tensor] = []
@@ -241,6 +244,10 @@ class DecoderStepGraph(nn.Module):
             wanted = weights if i == self.attention_layer else None
             x, key, value = layer(x, write_index, self_mask, cross_mask, cache, keys_values, wanted)
             updated += [key, value]
-        log_probs = self.projection(self.norm(x)).log_softmax(-1)
+        logits = self.projection(self.norm(x)).view(batch, queries, -1)
+        log_probs = logits.log_softmax(-1)
         top_log_probs, top_ids = log_probs.topk(self.candidates, -1)
-        return (log_probs, top_log_probs, top_ids, *updated, *(w.mean(1) for w in weights))
+        # Every token's logit is above its log-probability by the same amount: the first one's tells it.
+        log_normaliser = (logits[:, :, :1] - log_probs[:, :, :1]).squeeze(2)
+        outputs = (log_probs, top_log_probs, top_ids, log_normaliser, *updated)
+        return (*outputs, *(w.mean(1) for w in weights))
