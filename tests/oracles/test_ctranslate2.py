@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ import pytest
 import torch
 
 from benchmarks.peers.ctranslate2 import Peer, build
-from reference_model import Transformer, load_checkpoint
+from reference_model import load_checkpoint
 from reference_model.checkpoint import SpecialIds as ReferenceSpecialIds
 from tests.benchmarks.random_models import random_model
+from tests.oracles.logits import WithLogits
 from tfm_export.bundle import Limits, SpecialIds
 from tfm_export.decoding import DecodeOptions, Request, generate
-from tfm_export.runtime.step_model import Ids, Mask, StepOutput
-from tfm_export.runtime.torch_model import TorchModel
 
 G2P = Path("examples/g2p/g2p.pt")
 LONGEST = 16
@@ -47,28 +45,6 @@ CASES: dict[str, dict[str, Any]] = {
     "alternatives": {"num_hypotheses": 4, "return_alternatives": True},
 }
 PREFIXED = {"greedy": {}, "beam 4": {"beam_size": 4}, "beam 8, 4 best": {"beam_size": 8, "num_hypotheses": 4}}
-
-
-class WithLogits(TorchModel):
-    """Tells what logits are above log-probabilities."""
-
-    logits: torch.Tensor
-
-    def __init__(self, model: Transformer, limits: Limits) -> None:
-        super().__init__(model, limits=limits)
-        model.projection.register_forward_hook(lambda *call: setattr(self, "logits", call[-1]))
-
-    def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> Any:
-        sentences = super().encode(source_ids, source_mask, capacity=capacity)
-        plain = sentences.step
-
-        def step(*arrays: Any, full: bool = False) -> StepOutput:
-            output = plain(*arrays, full=full)
-            level = self.logits[..., 0].numpy() - output.log_probs[..., 0] if output.log_probs is not None else None
-            return replace(output, log_normaliser=level)
-
-        sentences.step = step  # type: ignore[method-assign]
-        return sentences
 
 
 @pytest.fixture(scope="module", params=["post-norm", "pre-norm", "g2p"])
