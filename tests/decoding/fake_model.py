@@ -34,6 +34,12 @@ def random_table(vocabulary: int = 5, seed: int = 0, sharpness: float = 2.0) -> 
     return table
 
 
+def attended(source: tuple[int, ...], path: tuple[int, ...]) -> Floats:
+    """What the last token of a path attends to: weights for every source token."""
+    generator = np.random.default_rng(zlib.crc32(repr((path, source)).encode()))
+    return generator.dirichlet(np.full(len(source), 0.5)).astype(np.float32)
+
+
 class FakeModel:
     """See the module.
 
@@ -42,9 +48,19 @@ class FakeModel:
         vocabulary: V.
         candidates: N.
         longest: limit of both sides.
+        gives_attention: whether steps tell what `attended` says, with NaN at padding.
     """
 
-    def __init__(self, table: Table, vocabulary: int = 5, candidates: int = 5, longest: int = 12) -> None:
+    def __init__(
+        self,
+        table: Table,
+        vocabulary: int = 5,
+        candidates: int = 5,
+        longest: int = 12,
+        *,
+        gives_attention: bool = False,
+    ) -> None:
+        self.gives_attention = gives_attention
         self.table, self.encodes, self.steps, self.full_steps = table, 0, 0, 0
         self.moves, self.grows, self.rows_stepped = 0, 0, 0
         self.queries: list[int] = []
@@ -71,7 +87,7 @@ class FakeModel:
         assert source_ids.shape == source_mask.shape
         self.encodes += 1
         sources = [tuple(ids[mask].tolist()) for ids, mask in zip(source_ids, source_mask, strict=True)]
-        return FakeSentences(self, sources, capacity)
+        return FakeSentences(self, sources, capacity, source_ids.shape[1])
 
     def close(self) -> None: ...
 
@@ -79,8 +95,8 @@ class FakeModel:
 class FakeSentences:
     """Rows of (token, position) slots."""
 
-    def __init__(self, model: FakeModel, sources: Sequence[tuple[int, ...]], capacity: int) -> None:
-        self.model, self.sources = model, list(sources)
+    def __init__(self, model: FakeModel, sources: Sequence[tuple[int, ...]], capacity: int, width: int) -> None:
+        self.model, self.sources, self.width = model, list(sources), width
         self.slots = np.full((len(sources), capacity, 2), np.nan)
 
     @property
@@ -96,22 +112,12 @@ class FakeSentences:
     ) -> StepOutput:
         size, queries = target_ids.shape
         model, vocabulary = self.model, self.model.dimensions.target_vocabulary_size
-        if size != self.size or positions.shape != (size, queries) or write_index.shape != (size,):
-            raise RequestError(f"shapes {target_ids.shape} {positions.shape} {write_index.shape} for {self.size} rows")
-        if self_mask.shape != (size, 1, queries, self.capacity) or self_mask.dtype != np.bool_:
-            raise RequestError(f"mask {self_mask.shape} for {(size, 1, queries, self.capacity)}")
-        if (write_index + queries > self.capacity).any() or (write_index < 0).any():
-            raise RequestError(f"write_index {write_index} + {queries} passes the capacity {self.capacity}")
-        if not self_mask.any(-1).all():
-            raise RequestError("a query sees nothing")
-        if positions.min() < 0 or positions.max() >= model.limits.max_target_length:
-            raise RequestError(f"position {positions.max()} is not in the table")
-        if target_ids.min() < 0 or target_ids.max() >= vocabulary:
-            raise RequestError("id out of range")
+        self._check(target_ids, positions, write_index, self_mask)
         model.steps, model.full_steps = model.steps + 1, model.full_steps + full
         model.rows_stepped += size
         model.queries.append(queries)
         log_probs: Floats = np.empty((size, queries, vocabulary), np.float32)
+        attention = np.full((size, queries, self.width), np.nan, np.float32) if model.gives_attention else None
         for row in range(size):
             place = slice(write_index[row], write_index[row] + queries)
             self.slots[row, place, 0], self.slots[row, place, 1] = target_ids[row], positions[row]
@@ -122,9 +128,28 @@ class FakeSentences:
                 path, order = seen[:, 0].astype(int), seen[:, 1]
                 assert (order == np.arange(len(order))).all(), f"positions {order} of path {path}"
                 assert path[-1] == target_ids[row, query], "a query must see itself last"
-                log_probs[row, query] = model.table(self.sources[row], tuple(path.tolist()))
+                source = self.sources[row]
+                log_probs[row, query] = model.table(source, tuple(path.tolist()))
+                if attention is not None:
+                    attention[row, query, : len(source)] = attended(source, tuple(path.tolist()))
         order = np.argsort(-log_probs, axis=-1, kind="stable")[..., : model.dimensions.candidates]
-        return StepOutput(np.take_along_axis(log_probs, order, -1), order, log_probs if full else None)
+        top = np.take_along_axis(log_probs, order, -1)
+        return StepOutput(top, order, log_probs if full else None, attention=attention)
+
+    def _check(self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask) -> None:
+        size, queries = target_ids.shape
+        if size != self.size or positions.shape != (size, queries) or write_index.shape != (size,):
+            raise RequestError(f"shapes {target_ids.shape} {positions.shape} {write_index.shape} for {self.size} rows")
+        if self_mask.shape != (size, 1, queries, self.capacity) or self_mask.dtype != np.bool_:
+            raise RequestError(f"mask {self_mask.shape} for {(size, 1, queries, self.capacity)}")
+        if (write_index + queries > self.capacity).any() or (write_index < 0).any():
+            raise RequestError(f"write_index {write_index} + {queries} passes the capacity {self.capacity}")
+        if not self_mask.any(-1).all():
+            raise RequestError("a query sees nothing")
+        if positions.min() < 0 or positions.max() >= self.model.limits.max_target_length:
+            raise RequestError(f"position {positions.max()} is not in the table")
+        if target_ids.min() < 0 or target_ids.max() >= self.model.dimensions.target_vocabulary_size:
+            raise RequestError("id out of range")
 
     def grow(self, capacity: int) -> None:
         assert capacity > self.capacity
@@ -145,3 +170,4 @@ class FakeSentences:
         fresh = np.full((other.size, self.capacity, 2), np.nan)
         self.slots = np.concatenate([self.slots, fresh])
         self.sources += other.sources
+        self.width = max(self.width, other.width)

@@ -53,9 +53,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "prefix_bias_beta and forced_bos exclude": {"prefix_bias_beta": 0.5, "forced_bos": 4},
     "forced_bos and target_prefix both say": {"forced_bos": 4, "target_prefix": [3]},
     "min_alternative_expansion_prob has no effect": {"min_alternative_expansion_prob": 0.1},
-    "coverage_penalty needs attention weights": {"coverage_penalty": 0.2},
-    "return_attention needs attention weights": {"return_attention": True},
-    "replace_unknowns needs attention weights": {"replace_unknowns": True},
+    "coverage_penalty must be a finite number": {"coverage_penalty": float("nan")},
 }
 
 
@@ -69,7 +67,7 @@ def test_what_makes_no_sense_is_refused(problem: str) -> None:
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
     with pytest.raises(RequestError) as caught:
-        DecodeOptions(beam_size=0, sampling_topp=3, return_attention=True)
+        DecodeOptions(beam_size=0, sampling_topp=3, coverage_penalty=float("inf"))
     assert len(caught.value.problems) >= 3
 
 
@@ -88,6 +86,10 @@ BEYOND_MODEL: dict[str, dict[str, Any]] = {
     "forced_eos has ids": {"forced_eos": -1},
     "target_prefix of source 0 has ids": {"target_prefix": [8]},
     "target_prefix of source 0 has 12 tokens": {"target_prefix": [3] * 12},
+    "coverage_penalty needs attention weights": {"coverage_penalty": 0.2},
+    "return_attention needs attention weights": {"return_attention": True},
+    "replace_unknowns needs attention weights": {"replace_unknowns": True},
+    "tfm-export onnx CHECKPOINT --attention": {"return_attention": True},
 }
 
 

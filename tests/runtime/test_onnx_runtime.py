@@ -48,6 +48,22 @@ def test_steps_neither_move_nor_gather_memory(backends: Backends) -> None:
     assert [array.ctypes.data for array in sentences.memory.caches.values()] == addresses
 
 
+def test_a_few_kinds_of_steps_stay_bound(backends: Backends) -> None:
+    sentences = backends.onnx.encode(*padded([[4, 5, 2], [6, 2]]), capacity=64)
+    step = arguments(sentences)
+    best, everything = sentences.step(*step), sentences.step(*step, full=True)
+    for _ in range(3):
+        assert sentences.step(*step) is best
+        assert sentences.step(*step, full=True) is everything
+    for queries in range(2, 12):
+        wide = [np.repeat(array, queries, 1) for array in step[:2]]
+        sentences.step(*wide, step[2], np.repeat(step[3], queries, 2))
+    assert len(sentences._bound) == 4
+    again = sentences.step(*step, full=True)
+    assert again is not everything
+    np.testing.assert_allclose(again.log_probs, everything.log_probs, rtol=0, atol=1e-6)
+
+
 def test_fewer_rows_are_the_same_memory(backends: Backends) -> None:
     sentences = backends.onnx.encode(*padded([[4, 5, 2], [6, 2], [7, 2]]), capacity=8)
     sentences.step(*arguments(sentences))

@@ -84,7 +84,7 @@ class Stop:
         if best_live == -np.inf:
             return True
         if self._rules.stop_rule == "ctranslate2":
-            if o.length_penalty == 0:
+            if o.length_penalty == 0 and o.coverage_penalty == 0:
                 return pool.top_finished and len(pool.best) >= o.num_hypotheses
             return len(pool.best) >= o.enough
         del pool.best[o.beam_size :]
@@ -157,7 +157,7 @@ class Beam:
         ended = (self._setting.is_end(tokens) & (sums > -np.inf)) | full[:, None]
         if self._options.return_logits_vocab:
             self._keep_distributions(output, ready)
-        self._set_aside(ended, sums, parents, tokens, gained, ready)
+        self._set_aside(rows, ended, sums, parents, tokens, gained)
         place, chosen = np.arange(len(ready))[:, None], np.argsort(ended, axis=1, kind="stable")[:, : self.width]
         sums = np.where(ended, -np.inf, sums)[place, chosen]
         parents, tokens, gained = parents[place, chosen], tokens[place, chosen], gained[place, chosen]
@@ -190,26 +190,27 @@ class Beam:
 
     def _set_aside(
         self,
+        rows: Rows,
         ended: NDArray[np.bool_],
         sums: Doubles,
         parents: Ids,
         tokens: Ids,
         gained: Scores,
-        ready: Ids,
     ) -> None:
         """Put those of the first K extensions that have come to an end into their sentence's pool."""
         for place, rank in np.argwhere(ended[:, : self.width] & (sums[:, : self.width] > -np.inf)).tolist():
-            row, parent = int(ready[place]), int(parents[place, rank])
-            so_far, log_probs = self._histories.of(row, parent)
+            row, parent = int(rows.ready[place]), int(parents[place, rank])
+            last = [int(tokens[place, rank])], [float(gained[place, rank])]
             self._rows[row].pool.top_finished |= rank == 0
-            self._rows[row].pool.add(
-                self._setting.scored(
-                    [*so_far, int(tokens[place, rank])],
-                    [*log_probs, float(gained[place, rank])],
-                    int(self._histories.prefix[row]),
-                    self._rows[row].distributions[parent],
-                )
-            )
+            self._rows[row].pool.add(self._scored(rows, row, parent, last))
+
+    def _scored(self, rows: Rows, row: int, beam: int, extension: tuple[list[int], list[float]] = ([], [])) -> Scored:
+        """One of a row's hypotheses, extended by tokens and their log-probabilities."""
+        (tokens, log_probs), entry = self._histories.of(row, beam), self._rows[row]
+        tokens, log_probs = tokens + extension[0], log_probs + extension[1]
+        attention = rows.attention(row, beam, len(tokens), len(entry.task.request.source))
+        forced = int(self._histories.prefix[row])
+        return self._setting.scored(tokens, log_probs, forced, entry.distributions[beam], attention)
 
     def _at_their_end(self, ready: Ids, full: NDArray[np.bool_]) -> list[tuple[int, Reason]]:
         best = self._scores[ready].max(axis=1)
@@ -247,17 +248,9 @@ class Beam:
         tokens, log_probs = live[0]
         return tokens[:common], log_probs[:common]
 
-    def hypotheses(self, row: int) -> list[Scored]:
+    def hypotheses(self, rows: Rows, row: int) -> list[Scored]:
         """What has finished in a row; while there is not enough of that, the live ones too."""
         pool = list(self._rows[row].pool.best)
         if len(pool) < self._options.num_hypotheses:
-            forced = int(self._histories.prefix[row])
-            live = [(self._histories.of(row, beam), beam) for beam in self._live(row)]
-            pool += sorted(
-                (
-                    self._setting.scored(tokens, log_probs, forced, self._rows[row].distributions[beam])
-                    for (tokens, log_probs), beam in live
-                ),
-                key=lambda s: -s.score,
-            )
+            pool += sorted((self._scored(rows, row, beam) for beam in self._live(row)), key=lambda s: -s.score)
         return pool[: self._options.num_hypotheses]

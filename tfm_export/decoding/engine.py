@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tfm_export.bundle import SpecialIds
+from tfm_export.decoding.attention import AttentionHistory
 from tfm_export.decoding.beam import Beam
 from tfm_export.decoding.greedy import Greedy
 from tfm_export.decoding.options import DecodeOptions
@@ -16,10 +17,12 @@ from tfm_export.decoding.rows import Rows
 from tfm_export.decoding.scores import Editor
 from tfm_export.decoding.search import Search, Setting, Task
 from tfm_export.errors import RequestError
+from tfm_export.graph import DECODER_STEP_ATTENTION
 from tfm_export.runtime.step_model import StepModel
 
 # New sentences join once this part of the batch is free: encoding a few at once is cheaper than one by one.
 JOIN_AT = 0.25
+NO_ATTENTION = f"a bundle that has {DECODER_STEP_ATTENTION}: tfm-export onnx CHECKPOINT --attention"
 
 
 @dataclass
@@ -58,7 +61,7 @@ class Engine:
         self._start = list(options.start_tokens or [special.bos])
         most = model.limits.max_target_length - len(self._start) + 1
         if problems := list(_options_beyond_model(model, options, special, most)):
-            raise RequestError(problems)
+            raise RequestError(problems, None if model.gives_attention or not options.needs_attention else NO_ATTENTION)
         self.model, self.options, self._pad = model, options, special.pad
         self._longest = options.max_decoding_length or most
         end_ids = options.end_ids(special)
@@ -83,7 +86,9 @@ class Engine:
         tasks = [self._task(request) for request in requests]
         if problems := [p for number, task in enumerate(tasks) for p in self._problems(number, task)]:
             raise RequestError(problems)
-        batch = _Batch(self._setting, Rows(self.model, self.options.beam_size, self._slots), self._start, self._pad)
+        history = AttentionHistory(len(self._start) - 1) if self.options.needs_attention else None
+        rows = Rows(self.model, self.options.beam_size, self._slots, history)
+        batch = _Batch(self._setting, rows, self._start, self._pad)
         waiting = deque(enumerate(tasks))
         while waiting or batch.live:
             batch.admit(waiting)
@@ -178,7 +183,7 @@ class _Batch:
     def _tell(self, row: int, entry: _Live, ended: bool) -> bool:
         """Pass on the tokens that were settled since the last time. Returns whether the request wants to end there."""
         if ended:
-            best = self._search.hypotheses(row)[0]
+            best = self._search.hypotheses(self._rows, row)[0]
             tokens, log_probs = best.hypothesis(self._options).tokens, best.log_probs
         else:
             tokens, log_probs = self._search.settled(row)
@@ -190,7 +195,7 @@ class _Batch:
     def _leave(self, row: int, reason: Reason) -> tuple[int, Result]:
         entry = self.live[row]
         result = Result(
-            hypotheses=[scored.hypothesis(self._options) for scored in self._search.hypotheses(row)],
+            hypotheses=[scored.hypothesis(self._options) for scored in self._search.hypotheses(self._rows, row)],
             statistics=Statistics(
                 steps=entry.steps, seconds=time.perf_counter() - entry.start, cache_bytes=self._rows.cache_bytes
             ),
@@ -230,6 +235,9 @@ def ids_beyond(name: str, ids: Sequence[int], size: int) -> Iterator[str]:
 
 def _options_beyond_model(model: StepModel, options: DecodeOptions, special: SpecialIds, limit: int) -> Iterator[str]:
     size = model.dimensions.target_vocabulary_size
+    if not model.gives_attention:
+        for name in options.attention_options:
+            yield f"{name} needs attention weights, which this model's decoder step does not give"
     if options.max_decoding_length is not None and options.max_decoding_length > limit:
         yield f"max_decoding_length is {options.max_decoding_length}, the model's targets have at most {limit} tokens"
     if options.min_decoding_length > limit:

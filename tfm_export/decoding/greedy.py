@@ -96,7 +96,8 @@ class Greedy:
         """Those tokens of a live row that can no longer change, and their log-probabilities."""
         return self._histories.of(row, 0)
 
-    def hypotheses(self, row: int) -> list[Scored]:
+    def hypotheses(self, rows: Rows, row: int) -> list[Scored]:
         """What a row has come to."""
-        tokens, values = self._histories.of(row, 0)
-        return [self._setting.scored(tokens, values, int(self._histories.prefix[row]), self._rows[row].distributions)]
+        (tokens, values), entry = self._histories.of(row, 0), self._rows[row]
+        attention = rows.attention(row, 0, len(tokens), len(entry.task.request.source))
+        return [self._setting.scored(tokens, values, int(self._histories.prefix[row]), entry.distributions, attention)]

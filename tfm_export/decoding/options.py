@@ -97,9 +97,11 @@ class DecodeOptions:
         return_alternatives: return one hypothesis for each of the num_hypotheses likeliest tokens after the prefix.
         min_alternative_expansion_prob: an alternative less likely than this is left out.
         constraint: which tokens may follow what; see constraints.py.
-        coverage_penalty: needs attention weights; refused until a step gives them.
-        return_attention: likewise.
-        replace_unknowns: likewise.
+        coverage_penalty: adds this many times sum_j log(min(sum_t attention[t, j], 1)) to a score, over those tokens t
+            that the length counts (Wu et al. 2016). This option and the next two need a model whose steps give
+            attention; all that a batch attends to is kept, 4 bytes x rows x cache slots x source length.
+        return_attention: give what every token attends to.
+        replace_unknowns: likewise, for a caller that puts source words in the place of unknown ones.
         max_batch_size: how much is decoded at once, in batch_type.
         batch_type: "examples", or "tokens" of padded sources.
         compatibility: whose rules hold where an option above is None.
@@ -145,7 +147,7 @@ class DecodeOptions:
     compatibility: Compatibility = "ctranslate2"
 
     def __post_init__(self) -> None:
-        problems = [*_out_of_range(self), *_contradictions(self), *_unsupported(self)]
+        problems = [*_out_of_range(self), *_contradictions(self)]
         if problems:
             raise RequestError(problems)
         for name in ("target_prefix", "start_tokens"):
@@ -177,6 +179,16 @@ class DecodeOptions:
     def samples(self) -> bool:
         """Whether tokens are drawn."""
         return self.sampling_topk != 1 and self.sampling_temperature != 0
+
+    @property
+    def attention_options(self) -> list[str]:
+        """The options set that need attention weights."""
+        return [name for name in ("coverage_penalty", "return_attention", "replace_unknowns") if getattr(self, name)]
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether steps must give attention."""
+        return bool(self.attention_options)
 
     def end_ids(self, special: SpecialIds) -> tuple[int, ...]:
         """What ends a target."""
@@ -216,6 +228,7 @@ def _out_of_range(o: DecodeOptions) -> Iterator[str]:
         "patience": (0 < o.patience < math.inf, "above 0"),
         "repetition_penalty": (0 < o.repetition_penalty < math.inf, "above 0"),
         "length_penalty": (math.isfinite(o.length_penalty), "a finite number"),
+        "coverage_penalty": (math.isfinite(o.coverage_penalty), "a finite number"),
         "sampling_topp": (0 < o.sampling_topp <= 1, "above 0 and at most 1"),
         "prefix_bias_beta": (0 <= o.prefix_bias_beta < 1, "at least 0 and below 1"),
         "min_alternative_expansion_prob": (0 <= o.min_alternative_expansion_prob <= 1, "from 0 to 1"),
@@ -266,10 +279,3 @@ def _contradictions(o: DecodeOptions) -> Iterator[str]:
         ),
     }
     yield from (clash for clash, found in clashes.items() if found)
-
-
-def _unsupported(o: DecodeOptions) -> Iterator[str]:
-    wants = {"coverage_penalty": o.coverage_penalty != 0, "return_attention": o.return_attention}
-    wants["replace_unknowns"] = o.replace_unknowns
-    for name in (name for name, wanted in wants.items() if wanted):
-        yield f"{name} needs attention weights, which this runtime's decoder step does not give"

@@ -82,6 +82,8 @@ class Hypothesis:
         finished: an end token came.
         distributions: float32 [tokens, V], the log-probabilities that each token was chosen from (the forced ones
             excepted), where the options ask for them.
+        attention: float32 [tokens, source length], the weights that each token, the forced ones included, gives to the
+            source tokens, where the options ask for them.
     """
 
     tokens: list[int]
@@ -89,6 +91,7 @@ class Hypothesis:
     log_probs: list[float] | None
     finished: bool
     distributions: NDArray[np.float32] | None = None
+    attention: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tfm_export.decoding.attention import AttentionHistory
 from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepModel, StepOutput
 
 FIRST_CAPACITY = 16
@@ -30,13 +31,15 @@ class Rows:
         model: what runs the steps.
         width: K.
         longest: slots that the longest target will need; capacity grows up to it.
+        history: keeps what every query attends to; None where nobody wants to know.
     """
 
-    def __init__(self, model: StepModel, width: int, longest: int) -> None:
+    def __init__(self, model: StepModel, width: int, longest: int, history: AttentionHistory | None = None) -> None:
         self.size = 0
         self.width = width
         self._model = model
         self._longest = longest
+        self._history = history
         self._sentences: Sentences | None = None
         self._source_length = 0
         self._beams = np.arange(width)
@@ -82,6 +85,12 @@ class Rows:
     def rerank(self, rows: Ids, parents: Ids) -> None:
         """Let query k of each of the rows go on from the path of query parents[row, k]."""
         follow(self._mask[:, 0], self._spare, rows, parents)
+
+    def attention(self, row: int, query: int, tokens: int, source_length: int) -> Floats | None:
+        """What the path of a query attends to; see `AttentionHistory.of`. None where it is not kept."""
+        if self._history is None:
+            return None
+        return self._history.of(row, self._mask[row, 0, query], tokens, source_length)
 
     # A step.
 
@@ -146,7 +155,11 @@ class Rows:
 
     def _run(self, ids: Ids, positions: Ids, mask: Mask, full: bool) -> StepOutput:
         assert self._sentences is not None, "a step needs a row"
-        return self._sentences.step(ids, positions, self._write_index[: self.size], mask, full=full)
+        output = self._sentences.step(ids, positions, self._write_index[: self.size], mask, full=full)
+        if self._history is not None:
+            assert output.attention is not None, "a model that gives attention gave none"
+            self._history.record(self._write_index[: self.size], output.attention, self._capacity)
+        return output
 
     # Joining and leaving.
 
@@ -171,6 +184,7 @@ class Rows:
         self._reserve(first + len(sources))
         self.size = first + len(sources)
         self._write_index[first : self.size] = 0
+        self._mask[first : self.size] = False
         self._prompts[first:] = [list(prompt) for prompt in prompts]
         self._prompting = True
 
@@ -183,6 +197,8 @@ class Rows:
         if row == last:
             return
         self._sentences.move(last, row)
+        if self._history is not None:
+            self._history.move(last, row)
         for array in (self._ids, self._positions, self._write_index, self._mask):
             array[row] = array[last]
         self._prompts[row] = prompt

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tfm_export.decoding.attention import coverage
 from tfm_export.decoding.constraints import Constraint
 from tfm_export.decoding.histories import Histories
 from tfm_export.decoding.options import DecodeOptions
@@ -50,6 +51,7 @@ class Scored:
         log_probs: of each token.
         finished: an end token came.
         distributions: what each token was chosen from.
+        attention: [tokens, source length], what each token attends to; None where it is not kept.
     """
 
     score: float
@@ -57,16 +59,20 @@ class Scored:
     log_probs: list[float]
     finished: bool
     distributions: list[Floats]
+    attention: Floats | None
 
     def hypothesis(self, options: DecodeOptions) -> Hypothesis:
         """What the caller gets of it."""
         drop_end = self.finished and not options.return_end_token
+        tokens = self.tokens[:-1] if drop_end else self.tokens
+        attention = self.attention if options.return_attention or options.replace_unknowns else None
         return Hypothesis(
-            tokens=self.tokens[:-1] if drop_end else self.tokens,
+            tokens=tokens,
             score=self.score,
             log_probs=self.log_probs if options.return_scores else None,
             finished=self.finished,
             distributions=np.stack(self.distributions) if self.distributions else None,
+            attention=None if attention is None else attention[: len(tokens)],
         )
 
 
@@ -113,11 +119,22 @@ class Setting:
         """How the scores after some tokens are changed."""
         return self.editor.edit(tokens, task.wished, task.constraint) if task.edits else NO_EDIT
 
-    def scored(self, tokens: list[int], log_probs: list[float], forced: int, distributions: list[Floats]) -> Scored:
+    def scored(
+        self,
+        tokens: list[int],
+        log_probs: list[float],
+        forced: int,
+        distributions: list[Floats],
+        attention: Floats | None,
+    ) -> Scored:
         """A hypothesis of which the first `forced` tokens were not searched for."""
         finished = len(tokens) > forced and bool(self.is_end(np.asarray(tokens[-1:]))[0])
-        score = sum(log_probs) / self.options.divisor(len(tokens), self.counted_prefix(forced))
-        return Scored(score, tokens, log_probs, finished, distributions)
+        prefix = self.counted_prefix(forced)
+        score = sum(log_probs) / self.options.divisor(len(tokens), prefix)
+        if self.options.coverage_penalty and attention is not None:
+            left_out = prefix if self.options.rules.length_formula == "without_prefix" else 0
+            score += self.options.coverage_penalty * coverage(attention[left_out:])
+        return Scored(score, tokens, log_probs, finished, distributions, attention)
 
     def check_possible(self, best: NDArray[np.floating[Any]], rows: Ids, histories: Histories) -> None:
         """Refuse to go on where nothing may follow.
@@ -161,6 +178,6 @@ class Search(Protocol):
         """Those tokens of a live row that can no longer change, and their log-probabilities."""
         ...
 
-    def hypotheses(self, row: int) -> list[Scored]:
+    def hypotheses(self, rows: Rows, row: int) -> list[Scored]:
         """What a row has come to, the best first."""
         ...

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 onnxruntime = require_onnxruntime()
 _ONNX_TYPES = {"float32": "float"}  # where ONNX Runtime's word for a type is another
+_BINDINGS = 4  # of different (Q, full) that a batch keeps
 
 
 class OnnxModel:
@@ -138,7 +139,7 @@ class OnnxSentences:
     ) -> None:
         self.session, self.memory, self._dimensions, self._limits = session, memory, dimensions, limits
         self._attention = attention
-        self._bound: _BoundStep | None = None
+        self._bound: dict[tuple[int, bool], _BoundStep] = {}
 
     @property
     def size(self) -> int:
@@ -154,13 +155,10 @@ class OnnxSentences:
         self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, full: bool = False
     ) -> StepOutput:
         """Write Q tokens into the cache and say what may follow each; see `Sentences.step`."""
-        memory, bound = self.memory, self._bound
+        memory = self.memory
         check_step_arrays(target_ids, positions, write_index, self_mask, size=memory.size, capacity=memory.capacity)
         query = target_ids.shape[1]
-        if bound is None or bound.query != query or bound.full != full:
-            bound = self._bound = _BoundStep(
-                self.session, memory, self._dimensions, self._limits, query, full, self._attention
-            )
+        bound = self._bound.get((query, full)) or self._bind(query, full)
         if not bound.fill(target_ids, positions, write_index, self_mask):
             raise RequestError(
                 step_problems(
@@ -172,10 +170,17 @@ class OnnxSentences:
         check_finite(bound.best)
         return bound.output
 
+    def _bind(self, query: int, full: bool) -> _BoundStep:
+        if len(self._bound) == _BINDINGS:
+            del self._bound[next(iter(self._bound))]
+        bound = _BoundStep(self.session, self.memory, self._dimensions, self._limits, query, full, self._attention)
+        self._bound[query, full] = bound
+        return bound
+
     def grow(self, capacity: int) -> None:
         """Give every row `capacity` slots, keeping what is written and zeroing the rest."""
         self.memory.grow(capacity)
-        self._bound = None
+        self._bound.clear()
 
     def move(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`."""
@@ -184,7 +189,7 @@ class OnnxSentences:
     def shrink(self, size: int) -> None:
         """Keep the first `size` rows."""
         self.memory.shrink(size)
-        self._bound = None
+        self._bound.clear()
 
     def read(self, name: str) -> Floats:
         """A copy of a cache or a cross-attention tensor; see `Sentences.read`."""
@@ -195,7 +200,7 @@ class OnnxSentences:
         if not isinstance(other, OnnxSentences) or other.session is not self.session:
             raise RequestError("sentences can only join a batch of the same model")
         self.memory.append(other.memory)
-        self._bound = None
+        self._bound.clear()
 
 
 class _BoundStep:
@@ -215,7 +220,7 @@ class _BoundStep:
         full: bool,
         attention: bool,
     ) -> None:
-        self.query, self.full, size = query, full, memory.size
+        size = memory.size
         tokens = size * query
         integers = np.zeros(2 * tokens + size, np.int64)
         self._target_ids = integers[:tokens].reshape(size, query)
@@ -229,10 +234,11 @@ class _BoundStep:
 
         top = (size, query, dimensions.candidates)
         log_probs = np.zeros((size, query, dimensions.target_vocabulary_size), np.float32) if full else None
+        normaliser = np.zeros((size, query), np.float32) if full and _gives(session, "log_normaliser") else None
         source = memory.source_mask.shape[1]
         weights = np.zeros((size, query, source), np.float32) if attention else None
         top_log_probs, top_ids = np.zeros(top, np.float32), np.zeros(top, np.int64)
-        self.output = StepOutput(top_log_probs, top_ids, log_probs, attention=weights)
+        self.output = StepOutput(top_log_probs, top_ids, log_probs, normaliser, weights)
         self.best: Floats = self.output.top_log_probs[:, :, 0]
         self.binding = self._bind(session, memory)
 
@@ -250,6 +256,8 @@ class _BoundStep:
         _bind_output(binding, "top_ids", self.output.top_ids)
         if self.output.log_probs is not None:
             _bind_output(binding, "log_probs", self.output.log_probs)
+        if self.output.log_normaliser is not None:
+            _bind_output(binding, "log_normaliser", self.output.log_normaliser)
         if self.output.attention is not None:
             _bind_output(binding, "cross_attention", self.output.attention)
         return binding
@@ -261,6 +269,10 @@ class _BoundStep:
         self._write_index[:] = write_index
         self._self_mask[:] = self_mask
         return bool((self._unsigned < self._bounds).all() and self._self_mask.any(-1).all())
+
+
+def _gives(session: InferenceSession, name: str) -> bool:
+    return any(output.name == name for output in session.get_outputs())
 
 
 def _bind_output(binding: IOBinding, name: str, array: NDArray[Any]) -> None:

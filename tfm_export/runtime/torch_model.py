@@ -126,18 +126,24 @@ class TorchSentences:
         if problems:
             raise RequestError(problems)
         inputs = [torch.tensor(x) for x in (target_ids, positions, write_index, self_mask)]
-        log_probs, weights = self._run(*inputs)
+        logits, weights = self._run(*inputs)
+        log_probs = logits.log_softmax(-1)
         top, ids = log_probs.topk(self.model.dimensions.candidates)
         layer = self.model.attention_layer
-        attention = None if layer is None else _numpy(weights[layer].mean(1))
-        output = StepOutput(_numpy(top), ids.numpy(), _numpy(log_probs) if full else None, attention=attention)
+        output = StepOutput(
+            _numpy(top),
+            ids.numpy(),
+            _numpy(log_probs) if full else None,
+            _numpy(logits.logsumexp(-1)) if full else None,
+            None if layer is None else _numpy(weights[layer].mean(1)),
+        )
         check_finite(output.top_log_probs[:, :, 0])
         return output
 
     def _run(
         self, target_ids: Tensor, positions: Tensor, write_index: Tensor, self_mask: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """Log-probabilities [B, Q, V] and every layer's cross-attention weights [B, H, Q, S]."""
+        """Logits [B, Q, V] and every layer's cross-attention weights [B, H, Q, S]."""
         model = self.model.model
         weights: list[Tensor] = []
         x = model.target_embedding(target_ids) * math.sqrt(model.config.d_model)
@@ -157,7 +163,7 @@ class TorchSentences:
             x = layer.cross_attention_residual.after(x, y)
             y = layer.feed_forward(layer.feed_forward_residual.before(x))
             x = layer.feed_forward_residual.after(x, y)
-        return model.projection(model.decoder_norm(x)).log_softmax(-1), weights
+        return model.projection(model.decoder_norm(x)), weights
 
     @torch.inference_mode()
     def grow(self, capacity: int) -> None:
