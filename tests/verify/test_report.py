@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tfm_export.decoding import Hypothesis
 from tfm_export.precision import Tolerance
 from tfm_export.verify import steps
-from tfm_export.verify.golden import Golden, _compare
+from tfm_export.verify.golden import BeamGolden, Golden, _beam_difference, _compare, _greedy_difference
 from tfm_export.verify.page import parity_page
 from tfm_export.verify.report import GenerationComparison, ParityReport, TensorComparison, reports_json
 
@@ -22,6 +23,11 @@ GOLDEN = [
 TOKENS = [g.tokens for g in GOLDEN]
 
 
+def greedy(found: list[list[int]], golden: list[Golden] = GOLDEN) -> GenerationComparison:
+    hypotheses = [Hypothesis(tokens=tokens, score=0.0, log_probs=None, finished=True) for tokens in found]
+    return _compare("greedy", golden, hypotheses, _greedy_difference, 1e-4)
+
+
 def report(**changes: object) -> ParityReport:
     tensor = TensorComparison(name="log_probs", error=2e-5, own_error=1e-5, limit=1e-4)
     parts = {
@@ -30,13 +36,13 @@ def report(**changes: object) -> ParityReport:
         "synthetic": False,
         "tensors": [tensor],
         "argmax_agreement": 1.0,
-        "generations": [_compare("greedy", GOLDEN, TOKENS, 1e-4)],
+        "generations": [greedy(TOKENS)],
     }
     return ParityReport(**{**parts, **changes})
 
 
 def test_the_same_tokens_pass() -> None:
-    comparison = _compare("greedy", GOLDEN, TOKENS, 1e-4)
+    comparison = greedy(TOKENS)
     assert (comparison.count, comparison.identical, comparison.ties, comparison.divergences) == (3, 3, [], [])
     assert comparison.passed
     assert report().passed
@@ -44,7 +50,7 @@ def test_the_same_tokens_pass() -> None:
 
 
 def test_a_divergence_where_two_tokens_are_level_is_a_tie() -> None:
-    comparison = _compare("greedy", GOLDEN, [[5, 9, 9, 9], *TOKENS[1:]], 1e-4)
+    comparison = greedy([[5, 9, 9, 9], *TOKENS[1:]])
     assert comparison.passed
     assert (comparison.identical, comparison.divergences) == (2, [])
     tie = comparison.ties[0]
@@ -63,7 +69,7 @@ def test_a_divergence_where_two_tokens_are_level_is_a_tie() -> None:
 def test_other_divergences_fail_and_are_named(
     found: list[list[int]], index: int, step: int, expected_token: int | None, found_token: int | None
 ) -> None:
-    comparison = _compare("greedy", GOLDEN, found, 1e-4)
+    comparison = greedy(found)
     assert not comparison.passed
     first = comparison.divergences[0]
     assert (first.index, first.step, first.expected, first.found) == (index, step, expected_token, found_token)
@@ -74,7 +80,18 @@ def test_other_divergences_fail_and_are_named(
 
 def test_a_margin_that_is_not_a_number_is_no_tie() -> None:
     golden = [Golden(text=None, source_ids=[3], tokens=[5], log_probs=[0.0], margins=[float("nan")])]
-    assert not _compare("greedy", golden, [[6]], 1e-4).passed
+    assert not greedy([[6]], golden).passed
+
+
+@pytest.mark.parametrize(("score", "tie"), [(-0.80001, True), (-0.79999, True), (-0.7, False), (-0.9, False)])
+def test_another_beam_hypothesis_is_a_tie_if_its_score_is_level(score: float, tie: bool) -> None:
+    golden = [replace(GOLDEN[0], beam=BeamGolden(tokens=[5, 7, 2], score=-0.8))]
+    found = Hypothesis(tokens=[5, 8], score=score, log_probs=None, finished=False)
+    comparison = _compare("beam 4", golden, [found], _beam_difference, 1e-4)
+    assert comparison.passed == tie
+    different = (comparison.ties if tie else comparison.divergences)[0]
+    assert (different.step, different.expected, different.found) == (1, 7, 8)
+    assert different.margin == pytest.approx(abs(score + 0.8))
 
 
 def test_comparing_nothing_fails() -> None:
@@ -112,14 +129,14 @@ def test_the_json_tells_every_verdict() -> None:
     assert first["generations"][0]["passed"] is True
     assert first["generations"][0]["identical"] == 3
     assert second["tensors"] == []
-    bad = report(generations=[_compare("greedy", GOLDEN, [[9], *TOKENS[1:]], 1e-4)])
+    bad = report(generations=[greedy([[9], *TOKENS[1:]])])
     state = json.loads(reports_json([report(), bad]))
     assert [state["passed"], *(v["passed"] for v in state["variants"])] == [False, True, False]
 
 
 def test_the_page_shows_the_verdict_and_escapes_texts() -> None:
     golden = [replace(GOLDEN[0], text="<script>&"), *GOLDEN[1:]]
-    bad = report(generations=[_compare("greedy, alone", golden, [[9], *TOKENS[1:]], 1e-4)])
+    bad = report(generations=[greedy([[9], *TOKENS[1:]], golden)])
     page = parity_page([report(), bad], "Parity")
     assert page.count("<h2>") == 2
     assert "FAILED" in page

@@ -12,18 +12,22 @@ from torch import Tensor
 from reference_model import Transformer
 from reference_model.checkpoint import SpecialIds as ReferenceSpecialIds
 from reference_model.data import pad
-from reference_model.search import Hypothesis, greedy
+from reference_model.search import Hypothesis, beam_batch, greedy
 from tfm_export.bundle import Limits, SpecialIds
 from tfm_export.tokenizer import Tokenizer
-from tfm_export.verify.golden import Golden
+from tfm_export.verify.golden import BeamGolden, Golden
 from tfm_export.verify.reference import in_precision
 
 # PyTorch decodes the golden inputs without a cache, so that nothing of ours can be wrong in it: this bounds its work.
 MOST_TOKENS = 128
 MOST_LINES = 1000
 SYNTHETIC_COUNT = 16
+SYNTHETIC_TOKENS = 32  # random weights may never end a target
 SYNTHETIC_LENGTH = 32
 BATCH = 32
+# A beam search costs beam_size times as much: it is made for the first inputs only.
+BEAM_SIZE = 4
+BEAM_COUNT = 100
 
 Source = tuple[str | None, list[int]]
 
@@ -36,11 +40,13 @@ class GoldenSet:
         golden: one an input.
         max_length: of the generations.
         own_error: the largest difference of PyTorch's float32 log-probabilities from its float64 ones.
+        length_penalty: of the beam searches.
         synthetic: random ids instead of real text.
     """
 
     golden: list[Golden]
     max_length: int
+    length_penalty: float
     own_error: float
     synthetic: bool
 
@@ -50,6 +56,8 @@ class GoldenSet:
             "count": len(self.golden),
             "synthetic": self.synthetic,
             "max_length": self.max_length,
+            "beam_size": BEAM_SIZE,
+            "length_penalty": self.length_penalty,
             "own_error": self.own_error,
         }
 
@@ -75,40 +83,52 @@ def make_golden(
     special: SpecialIds,
     *,
     max_length: int,
+    length_penalty: float,
     synthetic: bool,
     progress: Callable[[int], None] = lambda _: None,
 ) -> GoldenSet:
-    """Decode sources with PyTorch: greedy, float32, no cache; then measure every choice's margin in float64.
+    """Decode sources with PyTorch: float32, no cache; then measure every greedy choice's margin in float64.
 
     Args:
         model: in float32 and evaluation mode.
         sources: texts, or None, and their ids.
         special: the model's special ids.
-        max_length: of the generations, end token included; cut to `MOST_TOKENS`.
+        max_length: of the generations, end token included; cut to `MOST_TOKENS`, or `SYNTHETIC_TOKENS`.
+        length_penalty: of the beam searches.
         synthetic: whether the sources are random.
         progress: told how many sources are done since the last call.
     """
-    max_length = min(max_length, MOST_TOKENS)
+    max_length = min(max_length, SYNTHETIC_TOKENS if synthetic else MOST_TOKENS)
+    reference_special = _reference_special(special)
     exact, own_error = in_precision(model, torch.float64), 0.0
     golden: dict[int, Golden] = {}
     order = sorted(range(len(sources)), key=lambda i: len(sources[i][1]))
     for start in range(0, len(order), BATCH):
         indices = order[start : start + BATCH]
         source_ids, source_mask = _padded([sources[i][1] for i in indices], special)
-        hypotheses = greedy(model, source_ids, source_mask, _reference_special(special), max_length)
+        hypotheses = greedy(model, source_ids, source_mask, reference_special, max_length)
+        beams: list[BeamGolden | None] = [None] * len(indices)
+        wanted = [place for place, i in enumerate(indices) if i < BEAM_COUNT]
+        if wanted:
+            ids, mask = source_ids[wanted], source_mask[wanted]
+            found = beam_batch(model, ids, mask, reference_special, max_length, BEAM_SIZE, length_penalty)
+            for place, (best, *_) in zip(wanted, found, strict=True):
+                beams[place] = BeamGolden(tokens=_with_end(best, special), score=best.normalised_score(length_penalty))
         tokens = [_with_end(h, special) for h in hypotheses]
         margins, error = _measure(model, exact, source_ids, source_mask, tokens, special)
         own_error = max(own_error, error)
-        for i, hypothesis, row_tokens, row_margins in zip(indices, hypotheses, tokens, margins, strict=True):
+        rows = zip(indices, hypotheses, tokens, margins, beams, strict=True)
+        for i, hypothesis, row_tokens, row_margins, beam in rows:
             golden[i] = Golden(
                 text=sources[i][0],
                 source_ids=sources[i][1],
                 tokens=row_tokens,
                 log_probs=hypothesis.log_probs,
                 margins=row_margins,
+                beam=beam,
             )
         progress(len(indices))
-    return GoldenSet([golden[i] for i in range(len(sources))], max_length, own_error, synthetic)
+    return GoldenSet([golden[i] for i in range(len(sources))], max_length, length_penalty, own_error, synthetic)
 
 
 def _with_end(hypothesis: Hypothesis, special: SpecialIds) -> list[int]:

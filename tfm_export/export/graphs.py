@@ -129,12 +129,15 @@ class EncoderGraphLayer(nn.Module):
 class EncoderGraph(nn.Module):
     """encoder.onnx."""
 
+    cross: Sequence[Attention]
+
     def __init__(self, model: Transformer) -> None:
         super().__init__()
         self.embedding, self.norm = model.source_embedding, model.encoder_norm
         self.scale, self.table = math.sqrt(model.config.d_model), model.positional_encoding.table
         self.layers = nn.ModuleList(EncoderGraphLayer(layer) for layer in model.encoder_layers)
-        self.cross = nn.ModuleList(Attention(layer.cross_attention) for layer in model.decoder_layers)
+        attentions = (Attention(layer.cross_attention) for layer in model.decoder_layers)
+        self.cross = nn.ModuleList(attentions)  # type: ignore[assignment]
 
     def forward(self, source_ids: Tensor, source_mask: Tensor) -> list[Tensor]:
         """source_ids [B, S], source_mask [B, S] -> the key and value [B, H, S, D] of every decoder layer in turn."""

@@ -192,6 +192,7 @@ def _write_golden(bundle: Bundle, source: SourceModel, sources: list[Source], *,
         sources,
         source.special_ids,
         max_length=bundle.manifest.generation.max_length,
+        length_penalty=bundle.manifest.generation.length_penalty,
         synthetic=synthetic,
     )
     write_text(bundle.path / GOLDEN, golden_text(golden.golden))

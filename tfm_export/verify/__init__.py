@@ -68,7 +68,7 @@ def verify_variant(
             model,
             read_golden(bundle, GOLDEN),
             manifest.special_ids,
-            int(manifest.golden["max_length"]),
+            manifest.golden,
             tolerance.limit(own_error),
         )
     finally:

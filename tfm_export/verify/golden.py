@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
+from typing import Any
+
+import numpy as np
 
 from tfm_export.bundle import Bundle, SpecialIds
-from tfm_export.decoding import DecodeOptions, generate
+from tfm_export.decoding import DecodeOptions, Hypothesis, generate
 from tfm_export.errors import BundleError
-from tfm_export.runtime.step_model import StepModel
+from tfm_export.runtime.step_model import Ids, Mask, Sentences, StepModel
 from tfm_export.verify.report import Divergence, GenerationComparison
 
 BATCH = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamGolden:
+    """What PyTorch's beam search gave.
+
+    Attributes:
+        tokens: the best hypothesis, without the start token, with the end token if it came.
+        score: its log-probability divided by length ** length_penalty.
+    """
+
+    tokens: list[int]
+    score: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +43,7 @@ class Golden:
         tokens: PyTorch's greedy generation in float32, without the start token, with the end token if it came.
         log_probs: of each token.
         margins: between the two best tokens at each step, in float64.
+        beam: its beam search, where one was made.
     """
 
     text: str | None
@@ -33,6 +51,7 @@ class Golden:
     tokens: list[int]
     log_probs: list[float]
     margins: list[float]
+    beam: BeamGolden | None = None
 
 
 def read_golden(bundle: Bundle, name: str) -> list[Golden]:
@@ -49,10 +68,15 @@ def read_golden(bundle: Bundle, name: str) -> list[Golden]:
     with open(bundle.path / name, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
-                golden.append(Golden(**json.loads(line)))
-            except (ValueError, TypeError) as problem:
+                golden.append(_golden(json.loads(line)))
+            except (ValueError, TypeError, KeyError) as problem:
                 raise BundleError(f"{name}, line {number} is not a golden input: {problem}", "export again") from None
     return golden
+
+
+def _golden(state: dict[str, Any]) -> Golden:
+    beam = state.pop("beam", None)
+    return Golden(**state, beam=None if beam is None else BeamGolden(**beam))
 
 
 def golden_text(golden: Iterable[Golden]) -> str:
@@ -60,31 +84,73 @@ def golden_text(golden: Iterable[Golden]) -> str:
     return "".join(json.dumps(asdict(g), ensure_ascii=False) + "\n" for g in golden)
 
 
+class PaddedModel:
+    """A model whose sources all get some more padding: results must not change.
+
+    Args:
+        model: the one to pass everything on to.
+        columns: how many, as far as the longest source allows.
+    """
+
+    def __init__(self, model: StepModel, columns: int = 7) -> None:
+        self._model, self._columns = model, columns
+        self.dimensions, self.limits, self.gives_attention = model.dimensions, model.limits, model.gives_attention
+
+    def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> Sentences:
+        """Pad, then encode."""
+        columns = min(self._columns, self.limits.max_source_length - source_ids.shape[1])
+        padding = ((0, 0), (0, columns))
+        return self._model.encode(np.pad(source_ids, padding), np.pad(source_mask, padding), capacity=capacity)
+
+    def close(self) -> None:
+        """The model is its owner's to close."""
+
+
 def compare_generations(
-    model: StepModel, golden: Sequence[Golden], special: SpecialIds, max_length: int, tie_margin: float
+    model: StepModel,
+    golden: Sequence[Golden],
+    special: SpecialIds,
+    facts: dict[str, Any],
+    tie_margin: float,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> list[GenerationComparison]:
-    """Decode golden inputs greedily, one by one and in batches, and hold every token to PyTorch's.
+    """Decode golden inputs one by one, in batches and in padded batches, and hold every token to PyTorch's.
 
     Args:
         model: the runtime to judge.
         golden: the inputs.
         special: the model's special ids.
-        max_length: that the golden generations were made with.
+        facts: how they were decoded, as the manifest tells it: max_length, beam_size, length_penalty.
         tie_margin: see `GenerationComparison`.
+        progress: told what begins.
     """
+    searches = {"greedy": (golden, DecodeOptions(max_decoding_length=facts["max_length"], return_end_token=True))}
+    with_beam = [g for g in golden if g.beam is not None]
+    if with_beam:
+        beam = replace(searches["greedy"][1], beam_size=facts["beam_size"], length_penalty=facts["length_penalty"])
+        searches[f"beam {beam.beam_size}"] = (with_beam, beam)
     comparisons = []
-    for name, batch in (("greedy, alone", 1), ("greedy, batched", BATCH)):
-        options = DecodeOptions(max_decoding_length=max_length, max_batch_size=batch, return_end_token=True)
-        results = generate(model, [g.source_ids for g in golden], options, special)
-        found = [result.hypotheses[0].tokens for result in results]
-        comparisons.append(_compare(name, golden, found, tie_margin))
+    for search, (inputs, options) in searches.items():
+        for how, batch, runtime in (
+            ("alone", 1, model),
+            ("batched", BATCH, model),
+            ("padded", BATCH, PaddedModel(model)),
+        ):
+            progress(f"{search}, {how}")
+            results = generate(runtime, [g.source_ids for g in inputs], replace(options, max_batch_size=batch), special)
+            best = [result.hypotheses[0] for result in results]
+            compare = _greedy_difference if options.beam_size == 1 else _beam_difference
+            comparisons.append(_compare(f"{search}, {how}", inputs, best, compare, tie_margin))
     return comparisons
 
 
+Difference = Callable[[int, Golden, Hypothesis], Divergence | None]
+
+
 def _compare(
-    name: str, golden: Sequence[Golden], found: Sequence[Sequence[int]], tie_margin: float
+    name: str, golden: Sequence[Golden], found: Sequence[Hypothesis], difference: Difference, tie_margin: float
 ) -> GenerationComparison:
-    different = [d for i, (g, tokens) in enumerate(zip(golden, found, strict=True)) if (d := _first(i, g, tokens))]
+    different = [d for i, pair in enumerate(zip(golden, found, strict=True)) if (d := difference(i, *pair))]
     return GenerationComparison(
         name=name,
         count=len(golden),
@@ -95,10 +161,37 @@ def _compare(
     )
 
 
-def _first(index: int, golden: Golden, found: Sequence[int]) -> Divergence | None:
-    """The first token that differs."""
-    for step, (expected, token) in enumerate(zip_longest(golden.tokens, found)):
-        if expected != token:
-            margin = golden.margins[step] if step < len(golden.margins) else float("inf")
-            return Divergence(index=index, text=golden.text, step=step, expected=expected, found=token, margin=margin)
-    return None
+def _greedy_difference(index: int, golden: Golden, found: Hypothesis) -> Divergence | None:
+    """The first token that differs, with the margin that PyTorch had there."""
+    step = _first_difference(golden.tokens, found.tokens)
+    if step is None:
+        return None
+    margin = golden.margins[step] if step < len(golden.margins) else math.inf
+    return _divergence(index, golden, step, golden.tokens, found.tokens, margin)
+
+
+def _beam_difference(index: int, golden: Golden, found: Hypothesis) -> Divergence | None:
+    """The first token that differs, with the margin between the scores of the two hypotheses."""
+    assert golden.beam is not None
+    step = _first_difference(golden.beam.tokens, found.tokens)
+    if step is None:
+        return None
+    margin = abs(golden.beam.score - found.score)
+    return _divergence(index, golden, step, golden.beam.tokens, found.tokens, margin)
+
+
+def _first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
+    return next((i for i, (a, b) in enumerate(zip_longest(expected, found)) if a != b), None)
+
+
+def _divergence(
+    index: int, golden: Golden, step: int, expected: Sequence[int], found: Sequence[int], margin: float
+) -> Divergence:
+    return Divergence(
+        index=index,
+        text=golden.text,
+        step=step,
+        expected=expected[step] if step < len(expected) else None,
+        found=found[step] if step < len(found) else None,
+        margin=margin,
+    )
