@@ -123,6 +123,7 @@ def _spec(model: Transformer) -> TransformerSpec:
         pre_norm=config.norm_first,
         no_final_norm=not config.final_norm,
         activation=ACTIVATIONS[config.activation],
+        alignment_heads=0,  # the mean over all heads is what a caller gets who asks for attention
     )
     table = _array(model.positional_encoding.table)
     spec.encoder.embeddings[0].weight = _array(model.source_embedding.weight)

@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.peers.ctranslate2 import Hypothesis as PeerHypothesis
 from benchmarks.peers.ctranslate2 import Peer, build
 from reference_model import load_checkpoint
 from reference_model.checkpoint import SpecialIds as ReferenceSpecialIds
 from tests.benchmarks.random_models import random_model
-from tests.oracles.logits import WithLogits
 from tfm_export.bundle import Limits, SpecialIds
-from tfm_export.decoding import DecodeOptions, Request, generate
+from tfm_export.decoding import DecodeOptions, Hypothesis, Request, generate
+from tfm_export.runtime.torch_model import TorchModel
 
 G2P = Path("examples/g2p/g2p.pt")
 LONGEST = 16
+SHORT = {"max_decoding_length": 6}  # too few for what each attends to to sum up to 1 everywhere
 
 # Our options, and CTranslate2's where their names or defaults differ.
 CASES: dict[str, dict[str, Any]] = {
@@ -43,12 +45,22 @@ CASES: dict[str, dict[str, Any]] = {
     "beam 4, suppressed": {"beam_size": 4, "suppress_sequences": [[5], [7, 8], [9, 10, 11]]},
     "beam 3, two ends": {"beam_size": 3, "end_token": [2, 9], "return_end_token": True},
     "alternatives": {"num_hypotheses": 4, "return_alternatives": True},
+    "greedy, covered": {"coverage_penalty": 0.4, **SHORT},
+    "beam 4, covered": {"beam_size": 4, "coverage_penalty": 1.5, **SHORT},
+    "beam 5, 5 best covered, no length penalty": {
+        "beam_size": 5,
+        "num_hypotheses": 5,
+        "length_penalty": 0.0,
+        "coverage_penalty": 0.4,
+        **SHORT,
+    },
+    "alternatives, covered": {"num_hypotheses": 4, "return_alternatives": True, "coverage_penalty": 0.4, **SHORT},
 }
 PREFIXED = {"greedy": {}, "beam 4": {"beam_size": 4}, "beam 8, 4 best": {"beam_size": 8, "num_hypotheses": 4}}
 
 
 @pytest.fixture(scope="module", params=["post-norm", "pre-norm", "g2p"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WithLogits, Peer]]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TorchModel, Peer]]:
     """The same weights in both."""
     if request.param == "g2p":
         if not G2P.exists():
@@ -58,21 +70,36 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         model = random_model(**({"norm_first": True, "final_norm": True} if request.param == "pre-norm" else {}))
     folder = build(model, tmp_path_factory.mktemp("peer"), special=ReferenceSpecialIds())
     with torch.inference_mode(), Peer(folder, threads=2) as peer:
-        yield WithLogits(model, Limits(max_source_length=40, max_target_length=40)), peer
+        limits = Limits(max_source_length=40, max_target_length=40)
+        yield TorchModel(model, limits=limits, attention_layer=model.config.decoder_layers - 1), peer
 
 
 @pytest.fixture(scope="module", params=[24, pytest.param(200, marks=pytest.mark.full)])
-def sources(request: pytest.FixtureRequest, pair: tuple[WithLogits, Peer]) -> list[list[int]]:
+def sources(request: pytest.FixtureRequest, pair: tuple[TorchModel, Peer]) -> list[list[int]]:
     generator, size = np.random.default_rng(3), pair[0].dimensions.source_vocabulary_size
     return [[*generator.integers(4, size, generator.integers(1, 12)).tolist(), 2] for _ in range(request.param)]
 
 
+def close(ours: Hypothesis, theirs: PeerHypothesis) -> bool:
+    if (ours.attention is None) is not (theirs.attention is None):
+        return False
+    if ours.attention is not None and theirs.attention is not None:
+        weights = np.array(theirs.attention).reshape(ours.attention.shape)
+        if not np.allclose(ours.attention, weights, atol=1e-4, rtol=0):
+            return False
+    return abs(ours.score - theirs.score) <= 1e-4
+
+
 def compare(
-    pair: tuple[WithLogits, Peer], sources: list[list[int]], prefixes: list[list[int]] | None, options: dict[str, Any]
+    pair: tuple[TorchModel, Peer], sources: list[list[int]], prefixes: list[list[int]] | None, options: dict[str, Any]
 ) -> None:
     model, peer = pair
-    options = {"max_decoding_length": LONGEST, **options}
-    theirs = peer.translate(sources, target_prefix=prefixes, return_scores=True, max_batch_size=32, **options)
+    # CTranslate2's greedy search has the weights for a coverage penalty only if it returns them, and in its beam search
+    # the padding of a batch counts as covered in part: one by one, nothing is padded.
+    covered = "coverage_penalty" in options
+    options = {"max_decoding_length": LONGEST, "return_attention": covered, **options}
+    batch = 1 if covered else 32
+    theirs = peer.translate(sources, target_prefix=prefixes, return_scores=True, max_batch_size=batch, **options)
     requests = [
         Request(source=s, target_prefix=p) for s, p in zip(sources, prefixes or [()] * len(sources), strict=True)
     ]
@@ -81,20 +108,19 @@ def compare(
     different = []
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         same = [h.tokens for h in a.hypotheses] == [h.tokens for h in b]
-        close = np.allclose([h.score for h in a.hypotheses], [h.score for h in b], atol=1e-4, rtol=0) if same else False
-        if not close:
+        if not same or not all(map(close, a.hypotheses, b)):
             different.append((i, prefixes and prefixes[i], a.hypotheses, b))
     assert not different, f"{len(different)} of {len(sources)} differ, the first: {different[0]}"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_same_tokens_and_scores(pair: tuple[WithLogits, Peer], sources: list[list[int]], case: str) -> None:
+def test_same_tokens_and_scores(pair: tuple[TorchModel, Peer], sources: list[list[int]], case: str) -> None:
     compare(pair, sources, None, CASES[case])
 
 
 @pytest.mark.parametrize("case", PREFIXED)
 def test_same_tokens_and_scores_after_a_prefix(
-    pair: tuple[WithLogits, Peer], sources: list[list[int]], case: str
+    pair: tuple[TorchModel, Peer], sources: list[list[int]], case: str
 ) -> None:
     generator, size = np.random.default_rng(5), pair[0].dimensions.target_vocabulary_size
     prefixes = [generator.integers(4, size, generator.integers(1, 5)).tolist() for _ in sources]

@@ -16,9 +16,9 @@ from reference_model import SpecialIds as ReferenceSpecialIds
 from reference_model import load_checkpoint
 from tests.benchmarks.random_models import random_model
 from tests.oracles.huggingface import Generated, Oracle
-from tests.oracles.logits import WithLogits
 from tfm_export.bundle import Limits, SpecialIds
 from tfm_export.decoding import DecodeOptions, Hypothesis, Request, generate
+from tfm_export.runtime.torch_model import TorchModel
 
 G2P = Path("examples/g2p/g2p.pt")
 LONGEST = 14
@@ -79,7 +79,7 @@ def theirs(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=["post-norm", "pre-norm", "g2p"])
-def pair(request: pytest.FixtureRequest) -> tuple[WithLogits, Oracle]:
+def pair(request: pytest.FixtureRequest) -> tuple[TorchModel, Oracle]:
     """The same weights in both."""
     if request.param == "g2p":
         if not G2P.exists():
@@ -88,11 +88,11 @@ def pair(request: pytest.FixtureRequest) -> tuple[WithLogits, Oracle]:
     else:
         model = random_model(**({"norm_first": True, "final_norm": True} if request.param == "pre-norm" else {}))
     limits = Limits(max_source_length=40, max_target_length=40)
-    return WithLogits(model, limits=limits), Oracle(model, ReferenceSpecialIds())
+    return TorchModel(model, limits=limits), Oracle(model, ReferenceSpecialIds())
 
 
 @pytest.fixture(scope="module", params=[12, pytest.param(200, marks=pytest.mark.full)])
-def sources(request: pytest.FixtureRequest, pair: tuple[WithLogits, Oracle]) -> list[list[int]]:
+def sources(request: pytest.FixtureRequest, pair: tuple[TorchModel, Oracle]) -> list[list[int]]:
     generator, size = np.random.default_rng(3), pair[0].dimensions.source_vocabulary_size
     return [[*generator.integers(4, size, generator.integers(1, 12)).tolist(), 2] for _ in range(request.param)]
 
@@ -109,7 +109,7 @@ def agrees(ours: Hypothesis, other: Generated, prefix: list[int]) -> bool:
 
 
 def compare(
-    pair: tuple[WithLogits, Oracle], sources: list[list[int]], prefixes: list[list[int]], options: dict[str, Any]
+    pair: tuple[TorchModel, Oracle], sources: list[list[int]], prefixes: list[list[int]], options: dict[str, Any]
 ) -> None:
     model, oracle = pair
     options = {"max_decoding_length": LONGEST, **options}
@@ -129,13 +129,13 @@ def compare(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_same_tokens_and_scores(pair: tuple[WithLogits, Oracle], sources: list[list[int]], case: str) -> None:
+def test_same_tokens_and_scores(pair: tuple[TorchModel, Oracle], sources: list[list[int]], case: str) -> None:
     compare(pair, sources, [[] for _ in sources], CASES[case])
 
 
 @pytest.mark.parametrize("case", PREFIXED)
 def test_same_tokens_and_scores_after_a_prefix(
-    pair: tuple[WithLogits, Oracle], sources: list[list[int]], case: str
+    pair: tuple[TorchModel, Oracle], sources: list[list[int]], case: str
 ) -> None:
     generator, size = np.random.default_rng(5), pair[0].dimensions.target_vocabulary_size
     prefixes = [generator.integers(4, size, generator.integers(1, 5)).tolist() for _ in sources]

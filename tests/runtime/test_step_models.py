@@ -87,11 +87,13 @@ def test_backends_agree_on_every_tensor_of_a_beam_step(backends: Backends) -> No
         path[:, 0, [0, 1], [5, 6]] = True
         output = sentences.step(np.array([[13, 14], [15, 16]]), np.full((2, 2), 4), np.full(2, 5), path, full=True)
         assert output.log_probs is not None
+        assert output.log_normaliser is not None
         names = [*self_cache_names(model.dimensions), *cross_names(model.dimensions)]
-        results.append([output.log_probs.copy(), output.top_log_probs.copy(), *map(sentences.read, names)])
+        steps = [output.log_probs.copy(), output.top_log_probs.copy(), output.log_normaliser.copy()]
+        results.append([*steps, *map(sentences.read, names)])
     for found, expected in zip(*results, strict=True):
         np.testing.assert_allclose(found, expected, atol=FLOOR, rtol=0)
-    assert not results[0][2][:, :, 7:].any()  # slots that nobody wrote are zero
+    assert not results[0][3][:, :, 7:].any()  # slots that nobody wrote are zero
 
 
 def test_padded_keys_and_values_are_zero(step_model: StepModel) -> None:
@@ -104,7 +106,9 @@ def test_padded_keys_and_values_are_zero(step_model: StepModel) -> None:
 
 def test_log_probs_come_when_asked_for(step_model: StepModel) -> None:
     sentences, arguments = one_step(step_model)
-    assert sentences.step(*arguments).log_probs is None
+    plain = sentences.step(*arguments)
+    assert plain.log_probs is None
+    assert plain.log_normaliser is None
     full = sentences.step(*arguments, full=True)
     assert full.log_probs is not None
     assert full.log_probs.shape == (2, 1, step_model.dimensions.target_vocabulary_size)

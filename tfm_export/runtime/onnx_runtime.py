@@ -234,7 +234,7 @@ class _BoundStep:
 
         top = (size, query, dimensions.candidates)
         log_probs = np.zeros((size, query, dimensions.target_vocabulary_size), np.float32) if full else None
-        normaliser = np.zeros((size, query), np.float32) if full and _gives(session, "log_normaliser") else None
+        normaliser = np.zeros((size, query), np.float32) if full else None
         source = memory.source_mask.shape[1]
         weights = np.zeros((size, query, source), np.float32) if attention else None
         top_log_probs, top_ids = np.zeros(top, np.float32), np.zeros(top, np.int64)
@@ -269,10 +269,6 @@ class _BoundStep:
         self._write_index[:] = write_index
         self._self_mask[:] = self_mask
         return bool((self._unsigned < self._bounds).all() and self._self_mask.any(-1).all())
-
-
-def _gives(session: InferenceSession, name: str) -> bool:
-    return any(output.name == name for output in session.get_outputs())
 
 
 def _bind_output(binding: IOBinding, name: str, array: NDArray[Any]) -> None:
