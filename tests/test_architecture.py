@@ -43,6 +43,7 @@ LIBRARIES = {
     "polygraphy": {"trt"},
     "cuda": {"trt", "runtime"},
     "click": {"cli"},
+    "matplotlib": {"cli"},
     "numpy": set(RANKS) - {"errors", "extras", "graph", "precision", "bundle"},
 }
 STANDARD = sys.stdlib_module_names

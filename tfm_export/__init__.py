@@ -24,7 +24,7 @@ from tfm_export.errors import (
 
 if TYPE_CHECKING:
     from tfm_export.decoding import DecodeOptions
-    from tfm_export.model import Generation, Model, load
+    from tfm_export.model import Generation, Model, TextRequest, load
 
     __version__: str
 
@@ -40,6 +40,7 @@ __all__ = [
     "NumericError",
     "ParityError",
     "RequestError",
+    "TextRequest",
     "TfmExportError",
     "__version__",
     "load",
@@ -50,6 +51,7 @@ _LAZY = {
     "DecodeOptions": "tfm_export.decoding",
     "Generation": "tfm_export.model",
     "Model": "tfm_export.model",
+    "TextRequest": "tfm_export.model",
     "load": "tfm_export.model",
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from tfm_export.bundle import TOKENIZER, Bundle
@@ -29,8 +29,24 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def decode_target(self, ids: Sequence[int]) -> str:
+    def split_source(self, text: str) -> list[str]:
+        """The tokens of a source text as they stand in it, known or not: one for each id but the end token's."""
+        ...
+
+    def encode_target(self, text: str) -> list[int]:
+        """The ids of a target text, without start and end token; none for a text without tokens.
+
+        Raises:
+            RequestError: the text has tokens that the model does not know and cannot stand for.
+        """
+        ...
+
+    def decode_target(self, ids: Sequence[int], replacements: Mapping[int, str] | None = None) -> str:
         """The text of a target; padding, start and end tokens are left out.
+
+        Args:
+            ids: of the target.
+            replacements: what to write instead of the tokens at these places.
 
         Raises:
             RequestError: an id that is not in the vocabulary.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,12 @@ class Side:
             text = text.lower()
         return list(text.strip()) if self.split == "characters" else text.split()
 
+    def pieces(self, text: str) -> list[str]:
+        """What each token of a text is in the text itself, in its own case."""
+        if self.split == "words":
+            return text.split()
+        return [c for c in text.strip() for _ in (c.lower() if self.lowercase else c)]  # some lower cases are longer
+
     def names(self, ids: Sequence[int]) -> list[str]:
         """The tokens of ids.
 
@@ -57,27 +63,43 @@ class VocabularyTokenizer:
     def __init__(self, source: Side, target: Side, special: SpecialIds) -> None:
         self._source, self._target, self._special = source, target, special
         reserved = {special.pad, special.bos, special.eos}
-        self._ids = {token: i for i, token in enumerate(source.tokens) if i not in reserved}
+        self._source_ids, self._target_ids = (
+            {token: i for i, token in enumerate(side.tokens) if i not in reserved} for side in (source, target)
+        )
 
     def encode_source(self, text: str) -> list[int]:
         """The ids of a source text, with the end token where the model wants it; see `Tokenizer.encode_source`."""
-        tokens = self._source.tokenize(text)
-        if not tokens:
+        if not (ids := self._encode(text, self._source, self._source_ids)):
             raise RequestError("the text is empty")
-        unknown = sorted({token for token in tokens if token not in self._ids})
-        if unknown and self._special.unk is None:
-            raise RequestError(
-                f"{text!r} has {self._source.split} that the model does not know: {' '.join(map(repr, unknown))}"
-            )
-        unk = -1 if self._special.unk is None else self._special.unk
-        ids = [self._ids.get(token, unk) for token in tokens]
         return [*ids, self._special.eos] if self._special.source_ends_with_eos else ids
 
-    def decode_target(self, ids: Sequence[int]) -> str:
+    def split_source(self, text: str) -> list[str]:
+        """The tokens of a source text as they stand in it; see `Tokenizer.split_source`."""
+        return self._source.pieces(text)
+
+    def encode_target(self, text: str) -> list[int]:
+        """The ids of a target text, without start and end token; see `Tokenizer.encode_target`."""
+        return self._encode(text, self._target, self._target_ids)
+
+    def decode_target(self, ids: Sequence[int], replacements: Mapping[int, str] | None = None) -> str:
         """The text of a target; see `Tokenizer.decode_target`."""
         left_out = (self._special.pad, self._special.bos, self._special.eos)
-        tokens = self._target.names([i for i in ids if i not in left_out])
+        tokens = [
+            (replacements or {}).get(place, token)
+            for place, (i, token) in enumerate(zip(ids, self._target.names(ids), strict=True))
+            if i not in left_out
+        ]
         return ("" if self._target.split == "characters" else " ").join(tokens)
+
+    def _encode(self, text: str, side: Side, ids: Mapping[str, int]) -> list[int]:
+        tokens = side.tokenize(text)
+        unknown = sorted({token for token in tokens if token not in ids})
+        if unknown and self._special.unk is None:
+            raise RequestError(
+                f"{text!r} has {side.split} that the model does not know: {' '.join(map(repr, unknown))}"
+            )
+        unk = -1 if self._special.unk is None else self._special.unk
+        return [ids.get(token, unk) for token in tokens]
 
     def source_tokens(self, ids: Sequence[int]) -> list[str]:
         """The token of each source id."""

@@ -1,0 +1,66 @@
+"""Lines in and out: standard streams or files of any size."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+import click
+
+from tfm_export.errors import RequestError
+
+
+def read_lines(file: BinaryIO) -> Iterator[str]:
+    """The lines of a file; bytes that are not UTF-8 come as lone surrogates, for whoever takes the line to refuse."""
+    for line in file:
+        yield line.rstrip(b"\r\n").decode(errors="surrogateescape")
+
+
+def file_bytes(file: BinaryIO) -> int | None:
+    """The size of a file on disk; None for a pipe or a terminal."""
+    try:
+        return os.fstat(file.fileno()).st_size or None
+    except OSError:  # a stream in memory
+        return None
+
+
+def refuse_to_replace(*paths: Path | None, force: bool) -> None:
+    """Make sure that nothing will be lost.
+
+    Raises:
+        RequestError: naming the files that are there already.
+    """
+    found = [path for path in paths if path is not None and path.exists() and not force]
+    if found:
+        raise RequestError([f"{path} exists already" for path in found], "--force to replace it")
+
+
+def partial_path(path: Path) -> Path:
+    """Where a file is written until it is whole."""
+    return path.with_name(path.name + ".partial")
+
+
+@contextmanager
+def output_file(path: Path | None) -> Iterator[TextIO]:
+    """A file to write lines to: standard output, or a path at which the file appears once it is whole.
+
+    Until then it is `partial_path`, which stays, with the lines that are done, if the work is cut short.
+    """
+    if path is None:
+        yield sys.stdout
+        return
+    partial = partial_path(path)
+    try:
+        with partial.open("w", encoding="utf-8", newline="\n") as file:
+            yield file
+    except BaseException:
+        if partial.stat().st_size:
+            click.echo(f"what was done is in {partial}", err=True)
+        else:
+            partial.unlink()
+        raise
+    partial.replace(path)

@@ -1,0 +1,178 @@
+"""The work of `tfm-export run`: lines in, lines out, whatever becomes of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+import numpy as np
+
+from tfm_export.cli.heat_map import draw_attention
+from tfm_export.cli.progress import Progress
+from tfm_export.errors import RequestError, TfmExportError
+
+if TYPE_CHECKING:
+    from tfm_export.decoding import Hypothesis
+    from tfm_export.model import Generation, IdsResult, LongSource, Model
+
+    Answer = Generation | IdsResult
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A line that could be decoded.
+
+    Attributes:
+        number: of the line, from 1 on.
+        line: as it was read.
+        answer: what came of it.
+    """
+
+    number: int
+    line: str
+    answer: Answer
+
+
+class Job:
+    """Decodes lines and prints what comes out.
+
+    Attributes:
+        done: lines read and answered, well or not.
+        failed: those that could not be decoded.
+        last: the last one that could.
+    """
+
+    def __init__(self, *, model: Model, call: dict[str, Any], ids: bool, as_json: bool, numbered: bool) -> None:
+        self._model, self._call = model, call
+        self._ids, self._as_json, self._numbered = ids, as_json, numbered
+        self.done = self.failed = 0
+        self.last: Decoded | None = None
+
+    def run(self, lines: Iterator[str], out: TextIO, progress: Progress, *, window: int | None) -> None:
+        """Decode lines, `window` at a time, and print them in order."""
+        read, shown = itertools.tee(lines)  # they are never further apart than a window
+        for line, answer in zip(shown, self._answers(read, window), strict=False):
+            self.done += 1
+            if isinstance(answer, TfmExportError):
+                progress.clear()
+                self._fail(answer)
+                progress.advance(line, 0)
+                continue
+            self.last = Decoded(self.done, line, answer)
+            out.writelines(text + "\n" for text in self._texts(self.last))
+            if window is not None:
+                out.flush()
+            if answer.source_truncated and not self._as_json:
+                progress.clear()
+                self._tell_of_truncation()
+            progress.advance(line, sum(len(hypothesis.tokens) for hypothesis in answer.hypotheses))
+        out.flush()
+        progress.finish()
+
+    def stream(self, lines: Iterable[str], out: TextIO) -> None:
+        """Decode line after line and print their tokens as they come."""
+        for line in lines:
+            self.done += 1
+            begun = False
+            try:
+                for text in self._pieces(line):
+                    out.write(text)
+                    out.flush()
+                    begun = True
+            except TfmExportError as problem:
+                if begun:
+                    out.write("\n")
+                self._fail(problem)
+            else:
+                out.write("\n")
+        out.flush()
+
+    def _answers(self, lines: Iterable[str], window: int | None) -> Iterator[Answer | TfmExportError]:
+        model = self._model
+        if self._ids:
+            ids = map(parse_ids, lines)
+            return model.generate_ids_iterable(ids, on_error="yield", window=window, **self._call)
+        return model.generate_iterable(lines, on_error="yield", window=window, **self._call)
+
+    def _pieces(self, line: str) -> Iterator[str]:
+        answer: Answer | None
+        if self._ids:
+            tokens = self._model.stream_ids(parse_ids(line), **self._call)
+            yield from (f"{' ' if number else ''}{token.token}" for number, token in enumerate(tokens))
+            answer = tokens.answer
+        else:
+            pieces = self._model.stream(line, **self._call)
+            yield from (piece.text for piece in pieces)
+            answer = pieces.answer
+        if answer is not None and answer.source_truncated:
+            self._tell_of_truncation()
+
+    def _texts(self, decoded: Decoded) -> Iterator[str]:
+        """The lines of output for a line of input."""
+        if self._as_json:
+            yield json.dumps(self._state(decoded), ensure_ascii=False)
+            return
+        for place, hypothesis in enumerate(decoded.answer.hypotheses):
+            text = self._text(decoded.answer, place)
+            text = " ".join(map(str, hypothesis.tokens)) if text is None else text
+            yield f"{decoded.number}\t{hypothesis.score:.4f}\t{text}" if self._numbered else text
+
+    def _text(self, answer: Answer, place: int) -> str | None:
+        texts: list[str] | None = getattr(answer, "texts", None)
+        return None if texts is None else texts[place]
+
+    def _state(self, decoded: Decoded) -> dict[str, Any]:
+        answer = decoded.answer
+        states = [
+            {**({} if self._ids else {"text": self._text(answer, place)}), **hypothesis_state(hypothesis)}
+            for place, hypothesis in enumerate(answer.hypotheses)
+        ]
+        source = {"source_ids": parse_ids(decoded.line)} if self._ids else {"source": decoded.line}
+        state: dict[str, Any] = {"line": decoded.number, **source}
+        state |= {**states[0], "reason": answer.reason.value, "source_truncated": answer.source_truncated}
+        return {**state, **({"hypotheses": states} if self._numbered else {})}
+
+    def _fail(self, problem: TfmExportError) -> None:
+        self.failed += 1
+        click.echo(f"line {self.done}: {problem}", err=True)
+
+    def _tell_of_truncation(self) -> None:
+        limit = self._model.bundle.manifest.limits.max_source_length
+        click.echo(f"line {self.done}: the source was cut to the {limit} tokens that the model takes", err=True)
+
+
+def hypothesis_state(hypothesis: Hypothesis) -> dict[str, Any]:
+    """A hypothesis as JSON has it; what was not asked for is left out."""
+    state: dict[str, Any] = {
+        "tokens": hypothesis.tokens,
+        "score": hypothesis.score,
+        "finished": hypothesis.finished,
+        "log_probs": hypothesis.log_probs,
+    }
+    arrays = {"attention": hypothesis.attention, "distributions": hypothesis.distributions}
+    state |= {name: None if array is None else np.round(array, 6).tolist() for name, array in arrays.items()}
+    return {name: value for name, value in state.items() if value is not None}
+
+
+def parse_ids(line: str) -> list[Any]:
+    """The ids of a line; words that are none stay words, for the model to refuse."""
+    return [int(word) if word.removeprefix("-").isdecimal() else word for word in line.split()]
+
+
+def draw(path: Path, model: Model, decoded: Decoded, long_source: LongSource, *, ids: bool) -> None:
+    """Draw what the best hypothesis of a line attends to."""
+    best = decoded.answer.hypotheses[0]
+    assert best.attention is not None
+    if not best.tokens:
+        raise RequestError("the target is empty: there is nothing to draw")
+    line, call = decoded.line, {"long_source": long_source}
+    source = (model.check_ids(parse_ids(line), **call) if ids else model.encode_text(line, **call)).ids
+    names = model.tokenizer
+    source_names = names.source_tokens(source) if names else [*map(str, source)]
+    target_names = names.target_tokens(best.tokens) if names else [*map(str, best.tokens)]
+    draw_attention(path, best.attention, source_names, target_names)

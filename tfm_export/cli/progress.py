@@ -1,0 +1,76 @@
+"""How far a long job is and how fast, on one line of a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+WIDTH = 24
+INTERVAL = 0.1  # seconds; a line drawn more often only costs time
+
+
+class Progress:
+    """A bar, where the amount of work is known, and rates.
+
+    Args:
+        total: bytes of input, None where it is not known.
+        stream: where to draw; nothing is drawn unless it is a terminal.
+        enabled: False draws nothing.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        total: int | None,
+        *,
+        stream: TextIO | None = None,
+        enabled: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._total, self._stream, self._clock = total, stream or sys.stderr, clock
+        self._enabled = enabled and self._stream.isatty()
+        self._begin = self._drawn = clock()
+        self._bytes = self._lines = self._tokens = self._shown = 0
+
+    def advance(self, line: str, tokens: int) -> None:
+        """Count a line that is done, and the tokens that came of it."""
+        if not self._enabled:
+            return
+        self._lines += 1
+        self._tokens += tokens
+        self._bytes += len(line.encode(errors="surrogateescape")) + 1
+        if self._clock() - self._drawn >= INTERVAL:
+            self._drawn = self._clock()
+            self._draw(self.text())
+
+    def text(self) -> str:
+        """The line."""
+        seconds = max(self._clock() - self._begin, 1e-9)
+        rates = f"{self._lines:,} lines, {self._lines / seconds:,.1f} lines/s, {self._tokens / seconds:,.0f} tokens/s"
+        if not self._total:
+            return rates
+        share = min(self._bytes / self._total, 1.0)
+        left = round(seconds * (1 - share) / share) if share else 0
+        full = round(WIDTH * share)
+        return f"{'█' * full}{'░' * (WIDTH - full)} {share:4.0%}  {rates}, {left // 60}:{left % 60:02} left"
+
+    def clear(self) -> None:
+        """Make room for a message; the next line done draws the progress again."""
+        if self._shown:
+            self._draw("")
+            self._stream.write("\r")
+
+    def finish(self) -> None:
+        """Leave the last figures on the terminal."""
+        if self._enabled and self._lines:
+            self._total = None
+            self._draw(self.text())
+            self._stream.write("\n")
+            self._shown = 0
+
+    def _draw(self, text: str) -> None:
+        self._stream.write("\r" + text.ljust(self._shown))
+        self._stream.flush()
+        self._shown = len(text)
