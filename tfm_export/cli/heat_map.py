@@ -34,24 +34,27 @@ def draw_attention(
     import matplotlib as mpl
     from matplotlib.figure import Figure  # and not pyplot: no display, no global state
 
-    rows, columns = weights.shape
-    size = (min(CELL * columns, LARGEST) + 1.8, min(CELL * rows, LARGEST) + 1.2)
+    cell = min(CELL, LARGEST / max(weights.shape))
+    height, width = (cell * tokens for tokens in weights.shape)
     with mpl.rc_context({"svg.fonttype": "none", "font.size": 10}):  # text in an SVG stays text, in any script
-        figure = Figure(figsize=size, layout="constrained")
-        axes = figure.subplots()
-        image = axes.imshow(weights, cmap="Blues", vmin=0, vmax=1)
-        axes.set_xticks(range(columns), [_visible(token) for token in source_tokens])
-        axes.set_yticks(range(rows), [_visible(token) for token in target_tokens])
+        figure = Figure(figsize=(width, height))
+        axes = figure.add_axes((0, 0, 1, 1))  # labels lie outside; the tight box below takes them in
+        image = axes.imshow(weights, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        axes.set_xticks(range(len(source_tokens)), [_visible(token) for token in source_tokens])
+        axes.set_yticks(range(len(target_tokens)), [_visible(token) for token in target_tokens])
         axes.tick_params(top=True, bottom=False, labeltop=True, labelbottom=False, length=0)
-        if max(map(len, source_tokens)) > 2:
-            axes.tick_params(axis="x", rotation=90)
-        axes.set_xlabel("source")
+        for label, token in zip(axes.get_xticklabels(), source_tokens, strict=True):
+            label.set_rotation(90 if len(token) > 2 else 0)
+        axes.set_xlabel("source", labelpad=8)
         axes.xaxis.set_label_position("top")
-        axes.set_ylabel("target")
+        axes.set_ylabel("target", labelpad=8)
         axes.spines[:].set_visible(False)
-        figure.colorbar(image, ax=axes, label="attention", fraction=0.05, pad=0.03).outline.set_visible(False)
+        bar_height = max(height, 1.0)  # inches
+        bar = figure.add_axes((1 + 0.2 / width, 1 - bar_height / height, 0.15 / width, bar_height / height))
+        figure.colorbar(image, cax=bar, label="attention", ticks=(0, 0.5, 1))
+        bar.spines[:].set_visible(False)
         picture = io.BytesIO()
-        figure.savefig(picture, format=path.suffix.removeprefix("."), dpi=160)
+        figure.savefig(picture, format=path.suffix.removeprefix("."), dpi=160, bbox_inches="tight", pad_inches=0.1)
     path.write_bytes(picture.getvalue())
 
 

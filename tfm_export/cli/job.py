@@ -155,7 +155,10 @@ def hypothesis_state(hypothesis: Hypothesis) -> dict[str, Any]:
         "log_probs": hypothesis.log_probs,
     }
     arrays = {"attention": hypothesis.attention, "distributions": hypothesis.distributions}
-    state |= {name: None if array is None else np.round(array, 6).tolist() for name, array in arrays.items()}
+    state |= {
+        name: None if array is None else np.round(array.astype(np.float64), 6).tolist()
+        for name, array in arrays.items()
+    }
     return {name: value for name, value in state.items() if value is not None}
 
 
