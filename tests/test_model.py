@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import itertools
 import json
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,11 +21,13 @@ import numpy as np
 import pytest
 
 import tfm_export
+import tfm_export.tokenizer
 from tests.conftest import build_tiny_model
-from tfm_export import BundleError, RequestError
+from tfm_export import BundleError, NumericError, RequestError
 from tfm_export.bundle import MANIFEST, Bundle
-from tfm_export.decoding import DecodeOptions
-from tfm_export.model import Model
+from tfm_export.decoding import DecodeOptions, Reason, Request, SettledToken
+from tfm_export.model import Model, TextRequest
+from tfm_export.model.requests import Call
 
 ROOT = Path(__file__).parent.parent
 WORDS = ["hello", "parity", "a", "don't", "transformer", "zz"]
@@ -111,6 +118,8 @@ def test_options_come_in_one_way(model: Model) -> None:
         ("", "the text is empty"),
         ("  ", "the text is empty"),
         ("naïve 1", r"'naïve 1' has characters that the model does not know: ' ' '1' 'ï'"),
+        ("a\udcffb", "the text is not UTF-8: byte 0xff at place 1"),
+        ("\ud800", r"the text is not UTF-8: code point U\+D800 at place 0"),
         (b"hello", "a text must be a str, found bytes"),
         ([5, 6], "a text must be a str, found int"),
     ],
@@ -136,9 +145,8 @@ def test_all_that_is_wrong_is_told_before_anything_runs(model: Model, monkeypatc
         ([], "the source is empty"),
         ([4, 31], "ids must be from 0 to 30, found 31"),
         ([-1], "ids must be from 0 to 30, found -1"),
-        ([4.0], "ids must be integers"),
-        (["a"], "ids must be integers"),
-        (4, "ids must be integers"),
+        ([4, 4.5, "a"], "ids must be integers, found 4.5, 'a'"),
+        (4, "ids must be integers, one for each token, found 4"),
     ],
 )
 def test_ids_that_cannot_be_served(model: Model, ids: Any, message: str) -> None:
@@ -153,6 +161,8 @@ def test_long_sources_are_refused_or_cut_and_it_is_told(model: Model) -> None:
         model.generate(longer)
     cut = model.generate(["b", longer], long_source="truncate")
     assert [g.source_truncated for g in cut] == [False, True]
+    by_ids = model.generate_ids([[4, 2], [4] * 80 + [2]], long_source="truncate")
+    assert [r.source_truncated for r in by_ids] == [False, True]
     assert cut[1].tokens == model.generate(longest).tokens  # 63 letters and the end token, which is kept
     assert model.encode_text(longer, long_source="truncate").ids == [4] * 63 + [2]
     assert model.check_ids([4] * 80, long_source="truncate").ids == [4] * 64
@@ -186,11 +196,282 @@ def test_eight_threads_get_what_one_gets(model: Model) -> None:
         assert all(pool.map(work, range(8)))
 
 
+def test_requests_have_options_of_their_own(model: Model) -> None:
+    plain, *own = model.generate(
+        [
+            "hello",
+            TextRequest(text="hello", target_prefix="p20 p21"),
+            TextRequest(text="hello", target_prefix=[24]),
+            TextRequest(text="hello", deadline=0),
+            TextRequest(text="hello", constraint=lambda tokens: {7} if len(tokens) < 2 else {2}),
+        ]
+    )
+    assert plain.text == model.generate("hello").text
+    assert [g.tokens[:2] for g in own[:2]] == [[24, 25], [24, own[1].tokens[1]]]
+    assert (own[2].tokens, own[2].reason) == ([], Reason.DEADLINE)
+    assert own[3].text == "p3 p3"
+    drawn = model.generate([TextRequest(text="zz", seed=seed) for seed in (1, 2, 1)], sampling_topk=0)
+    assert drawn[0].tokens == drawn[2].tokens != drawn[1].tokens
+
+
+def test_a_call_can_be_given_up(model: Model) -> None:
+    given_up = threading.Event()
+    given_up.set()
+    assert model.generate("hello", cancelled=given_up).reason is Reason.CANCELLED
+    assert model.generate_ids([[4, 2]], deadline=0)[0].reason is Reason.DEADLINE
+    own = TextRequest(text="hello", cancelled=threading.Event())
+    assert model.generate(own, cancelled=given_up).reason is Reason.CANCELLED
+    assert model.generate(replace(own, cancelled=given_up), cancelled=threading.Event()).reason is Reason.CANCELLED
+
+
+def test_targets_in_options_may_be_text(model: Model) -> None:
+    options = model.decode_options(target_prefix="p1 p2", suppress_sequences=["p3", [4, 5]])
+    assert (options.target_prefix, options.suppress_sequences) == ((5, 6), ((7,), (4, 5)))
+    with pytest.raises(RequestError, match="'p99' has words that the model does not know"):
+        model.generate("hello", target_prefix="p99")
+    special = replace(model.bundle.manifest.special_ids, unk=3)
+    bundle = Bundle(model.bundle.path, replace(model.bundle.manifest, special_ids=special))
+    with_unk = Model(bundle, model.step_model, tfm_export.tokenizer.load_tokenizer(bundle))
+    with pytest.raises(RequestError, match="'p1 p99' has tokens that the model's targets do not have"):
+        with_unk.decode_options(target_prefix="p1 p99")
+
+
+@pytest.mark.parametrize("fields", [{}, {"beam_size": 3}, {"sampling_topk": 0, "seed": 4}, {"target_prefix": "p1 p2"}])
+def test_a_stream_gives_the_generation_piece_by_piece(model: Model, fields: dict[str, Any]) -> None:
+    whole = model.generate("transformer", **fields)
+    stream = model.stream("transformer", **fields)
+    assert stream.answer is None
+    pieces = list(stream)
+    assert [piece.token for piece in pieces] == whole.tokens
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert stream.answer is not None
+    assert stream.answer.hypotheses == whole.hypotheses
+
+
+def test_a_stream_of_ids(model: Model) -> None:
+    stream = model.stream_ids([4] * 70, long_source="truncate")
+    settled = list(stream)
+    assert all(isinstance(item, SettledToken) for item in settled)
+    assert stream.answer is not None
+    assert [item.token for item in settled] == stream.answer.hypotheses[0].tokens
+    assert stream.answer.source_truncated
+
+
+def test_a_stream_that_is_closed_searches_no_further(model: Model) -> None:
+    with model.stream("transformer") as stream:
+        next(stream)
+    assert list(stream) == []
+    assert stream.answer is None
+    with pytest.raises(RequestError, match="replace_unknowns needs the whole target"):
+        model.stream("hello", replace_unknowns=True)
+    with pytest.raises(RequestError, match="the text is empty"):
+        model.stream("")
+
+
+def test_texts_without_end_are_decoded_a_window_at_a_time(model: Model) -> None:
+    read = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal read
+        for word in itertools.cycle(WORDS):
+            read += 1
+            yield word
+
+    expected = [g.text for g in model.generate(WORDS)]
+    generations = model.generate_iterable(texts(), window=4, max_batch_size=2)
+    for number, generation in enumerate(itertools.islice(generations, 14)):
+        assert generation.text == expected[number % len(WORDS)]
+        assert read == number // 4 * 4 + 4
+    assert [r.hypotheses[0].tokens for r in model.generate_ids_iterable([[4, 2]])] == [model.generate("a").tokens]
+
+
+def test_an_error_in_a_stream_of_texts_comes_in_its_place(model: Model) -> None:
+    words = ["hello", "", "zz", "b4d"]
+    generations = model.generate_iterable(words)
+    assert next(generations).text == model.generate("hello").text
+    with pytest.raises(RequestError, match="the text is empty"):
+        next(generations)
+    answers = list(model.generate_iterable(iter(words), on_error="yield"))
+    assert [type(answer).__name__ for answer in answers] == ["Generation", "RequestError", "Generation", "RequestError"]
+    with pytest.raises(RequestError, match="beam_size must be at least 1"):
+        model.generate_iterable(words, beam_size=0)
+
+
+def test_one_sentences_bad_numbers_do_not_lose_the_others(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, expected = model.step_model.encode, [g.text for g in model.generate(WORDS)]
+
+    def overflowing(source_ids: Any, *arguments: Any, **fields: Any) -> Any:
+        if (source_ids[:, 0] == 29).any():  # "zz"
+            raise NumericError("not finite")
+        return encode(source_ids, *arguments, **fields)
+
+    monkeypatch.setattr(model.step_model, "encode", overflowing)
+    answers = list(model.generate_iterable(WORDS, on_error="yield"))
+    assert [getattr(answer, "text", None) for answer in answers] == [*expected[:5], None]
+    assert isinstance(answers[5], NumericError)
+
+
+def test_requests_are_awaited(model: Model) -> None:
+    async def ask() -> list[Any]:
+        return await asyncio.gather(model.generate_async("hello"), model.generate_async(["zz", "a"], beam_size=2))
+
+    one, many = asyncio.run(ask())
+    assert one.hypotheses == model.generate("hello").hypotheses
+    assert [g.hypotheses for g in many] == [g.hypotheses for g in model.generate(["zz", "a"], beam_size=2)]
+    pending = model.generate_async("hello")
+    assert pending.result(timeout=60).text == one.text
+    assert pending.done
+    with pytest.raises(RequestError, match="the text is empty"):
+        model.generate_async("").result(timeout=60)
+    with pytest.raises(RequestError, match="beam_size must be at least 1"):
+        model.generate_async("hello", beam_size=0)
+
+
+def held_back() -> tuple[TextRequest, threading.Event, threading.Event]:
+    """A request that stops at its first token, an event that it sets there, and one that it waits for."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(_: list[SettledToken]) -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    return TextRequest(text="transformer", on_tokens=wait), begun, go_on
+
+
+def test_cancelling_ends_the_work_that_has_begun(model: Model) -> None:
+    request, begun, go_on = held_back()
+    pending = model.generate_async(request)
+    assert begun.wait(60)
+    assert not pending.done
+    pending.cancel()
+    go_on.set()
+    generation = pending.result(timeout=60)
+    assert (len(generation.tokens), generation.reason) == (1, Reason.CANCELLED)
+
+
+def test_cancelling_a_task_ends_the_work_it_awaits(model: Model) -> None:
+    request, begun, go_on = held_back()
+    pending = model.generate_async(request)
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pending, 0.05)
+
+    assert begun.wait(60)
+    asyncio.run(give_up())
+    go_on.set()
+    assert pending.result(timeout=60).reason is Reason.CANCELLED
+
+
+def test_time_spent_waiting_for_a_thread_counts() -> None:
+    call = Call(options=DecodeOptions(), deadline=10.0, begin=time.perf_counter() - 4)
+    assert 5.0 < (call.request(Request(source=[4])).deadline or 0) < 6.1
+    assert call.request(Request(source=[4], deadline=1.0)).deadline == 0
+    assert Call(options=DecodeOptions()).request(Request(source=[4])).deadline is None
+
+
+def test_closing_drops_the_requests_that_wait(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfm_export.model.model.usable_cpus", lambda: 1)
+    request, begun, go_on = held_back()
+    with tfm_export.load(tiny_bundle, threads=1) as model:
+        first, second = model.generate_async(request), model.generate_async("hello")
+        assert begun.wait(60)
+    go_on.set()
+    assert first.result(timeout=60).reason is Reason.END
+    with pytest.raises(concurrent.futures.CancelledError):
+        second.result(timeout=60)
+    with pytest.raises(RequestError, match="the model is closed"):
+        model.generate_async("hello")
+
+
+def test_scores_are_the_log_probabilities_of_decoding(model: Model) -> None:
+    generations = model.generate(WORDS)
+    scores = model.score(WORDS, [g.text for g in generations], max_batch_size=2)
+    for generation, values in zip(generations, scores, strict=True):
+        log_probs = generation.hypotheses[0].log_probs
+        assert values[: len(log_probs)] == pytest.approx(log_probs, abs=1e-4)
+        assert len(values) == len(generation.tokens) + 1
+    assert len(model.score_ids([[4, 2]], [[5, 6]], add_end_token=False)[0]) == 2
+    with pytest.raises(RequestError, match="there must be a target for each text, found 2 and 1"):
+        model.score(["a", "b"], ["p1"])
+    with pytest.raises(RequestError) as error:
+        model.score(["", "b"], ["p1", "q"])
+    assert error.value.problems == [
+        "pair 0: the text is empty",
+        "pair 1: 'q' has words that the model does not know: 'q'",
+    ]
+
+
+class Attending:
+    """The tiny model of PyTorch, which makes one that gives attention, and counts how often."""
+
+    def __init__(self, limits: Any) -> None:
+        from tfm_export.runtime.torch_model import TorchModel
+
+        self.reference = build_tiny_model(0, norm_first=True, final_norm=True)
+        self.plain = TorchModel(self.reference, limits=limits)
+        self.attending = TorchModel(self.reference, limits=limits, attention_layer=1)
+        self.made = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+    def with_attention(self) -> Any:
+        self.made += 1
+        return self.attending
+
+
+@pytest.fixture
+def attending(model: Model) -> Model:
+    """A model that gives attention, and has an unknown token."""
+    manifest = model.bundle.manifest
+    bundle = Bundle(model.bundle.path, replace(manifest, special_ids=replace(manifest.special_ids, unk=3)))
+    return Model(bundle, Attending(manifest.limits), tfm_export.tokenizer.load_tokenizer(bundle))
+
+
+def test_attention_is_loaded_when_it_is_wanted_and_once(attending: Model) -> None:
+    assert attending.generate("hello").hypotheses[0].attention is None
+    assert attending.step_model.made == 0
+    for _ in range(2):
+        best = attending.generate(["a", "hello"], return_attention=True)[1].hypotheses[0]
+        assert best.attention.shape == (len(best.tokens), 6)
+        np.testing.assert_allclose(best.attention.sum(1), 1, atol=1e-5)
+    assert attending.generate("hello", beam_size=2, coverage_penalty=0.2).hypotheses
+    assert attending.step_model.made == 1
+
+
+def test_unknown_tokens_are_replaced_by_what_they_attend_to(attending: Model) -> None:
+    request = TextRequest(text="Naïve", target_prefix=[3, 5, 3])
+    plain = attending.generate(request, return_attention=True)
+    weights = plain.hypotheses[0].attention[:, :5]  # the end token is no word
+    expected = plain.text.split()
+    assert [expected[0], expected[2]] == ["<unk>", "<unk>"]
+    expected[0], expected[2] = ("Naïve"[i] for i in weights[[0, 2]].argmax(1))
+    replaced = attending.generate(request, replace_unknowns=True)
+    assert replaced.text.split() == expected
+    assert replaced.tokens == plain.tokens
+
+
+def test_a_bundle_without_the_graph_for_attention_says_how_to_get_it(model: Model) -> None:
+    with pytest.raises(
+        RequestError, match=r"decoder_step_attention\.onnx.*\nTry: tfm-export onnx CHECKPOINT --attention"
+    ):
+        model.generate("hello", return_attention=True)
+
+
 def test_a_closed_model_answers_nothing(tiny_bundle: Path) -> None:
     with tfm_export.load(tiny_bundle, threads=1) as model:
         model.warm_up()
     model.close()  # a second time does no harm
-    for request in (lambda: model.generate("a"), lambda: model.generate_ids([[4]]), model.warm_up):
+    requests = (
+        lambda: model.generate("a"),
+        lambda: model.generate_ids([[4]]),
+        lambda: model.generate_iterable(["a"]),
+        lambda: model.stream("a"),
+        lambda: model.score_ids([[4]], [[5]]),
+        model.warm_up,
+    )
+    for request in requests:
         with pytest.raises(RequestError, match="the model is closed"):
             request()
 

@@ -107,6 +107,31 @@ def test_words_in_and_characters_out(tmp_path: Path) -> None:
     assert tokenizer.decode_target([6, 4, 5]) == "cab"
 
 
+def test_target_texts(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path)
+    assert tokenizer.encode_target(" the Sat\n") == [4, 6]
+    assert tokenizer.encode_target(" ") == []
+    with pytest.raises(RequestError, match="'the dog' has words that the model does not know: 'dog'"):
+        tokenizer.encode_target("the dog")
+    (tmp_path / "unk").mkdir()
+    assert tokenizer_of(tmp_path / "unk", unk=3).encode_target("the dog </s>") == [4, 3, 3]
+
+
+def test_tokens_of_a_target_can_be_replaced(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, unk=3)
+    assert tokenizer.decode_target([1, 4, 3, 2], {2: "dog", 1: "a"}) == "a dog"
+    (tmp_path / "letters").mkdir()
+    assert words_bundle(tmp_path / "letters").decode_target([6, 3], {1: "x"}) == "cx"
+
+
+def test_the_pieces_of_a_source_stand_beside_its_ids(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, unk=3)
+    assert tokenizer.split_source(" Ca\u0130x") == ["C", "a", "\u0130", "\u0130", "x"]  # two letters in lower case
+    assert len(tokenizer.encode_source(" Ca\u0130x")) == 5 + 1
+    (tmp_path / "words").mkdir()
+    assert words_bundle(tmp_path / "words", lowercase=True).split_source(" THE  Cat") == ["THE", "Cat"]
+
+
 def test_no_text_can_spell_a_special_token(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"words that the model does not know: '</s>' '<pad>' '<s>'"):
         words_bundle(tmp_path).encode_source("the <pad> cat </s> <s>")
