@@ -16,6 +16,7 @@ from tfm_export.runtime.step_model import StepModel
 from tfm_export.runtime.torch_model import TorchModel
 
 LIMITS = Limits(max_source_length=40, max_target_length=50)
+ATTENTION_LAYER = 1
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def in_float64(model: Transformer, limits: Limits) -> TorchModel:
 def backends(tmp_path_factory: pytest.TempPathFactory) -> Backends:
     model = build_tiny_model(seed=3, norm_first=True, final_norm=True, decoder_layers=3, encoder_layers=1)
     path = tmp_path_factory.mktemp("runtime") / "bundle"
-    write_fp32_variant(model, path / "onnx" / "fp32")
+    write_fp32_variant(model, path / "onnx" / "fp32", attention_layer=ATTENTION_LAYER)
     manifest = Manifest(
         dimensions=dimensions_of(model),
         limits=LIMITS,

@@ -6,17 +6,20 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.runtime.conftest import Backends
+from tests.runtime.conftest import ATTENTION_LAYER, LIMITS, Backends
 from tests.runtime.drive import padded
 from tfm_export.bundle import Bundle
+from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.errors import BundleError, RequestError
-from tfm_export.graph import DECODER_STEP, ENCODER
+from tfm_export.graph import DECODER_STEP, DECODER_STEP_ATTENTION, ENCODER
 from tfm_export.runtime.onnx_runtime import OnnxModel, OnnxSentences
+from tfm_export.runtime.torch_model import TorchModel
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,6 +93,24 @@ def test_threads_are_at_least_one(backends: Backends) -> None:
         OnnxModel(backends.bundle, threads=0)
 
 
+@pytest.mark.parametrize("beam_size", [1, 3])
+def test_attention_is_what_pytorch_gives(backends: Backends, beam_size: int) -> None:
+    slow = backends.onnx.with_attention()
+    assert (slow.gives_attention, backends.onnx.gives_attention) == (True, False)
+    exact = TorchModel(backends.exact.model, limits=LIMITS, attention_layer=ATTENTION_LAYER)
+    sources = [[5, 7, 9, 11, 2], [4, 2], [8, 8, 10, 2], [30, 29, 28, 27, 26, 25, 24, 2], [7, 2]]
+    options = DecodeOptions(beam_size=beam_size, max_decoding_length=9, return_attention=True, max_batch_size=2)
+    special = backends.bundle.manifest.special_ids
+    found, expected = (generate(model, sources, options, special) for model in (slow, exact))
+    fast = generate(backends.onnx, sources, replace(options, return_attention=False), special)
+    for source, one, other, plain in zip(sources, found, expected, fast, strict=True):
+        (hypothesis,), (exactly,) = one.hypotheses, other.hypotheses
+        assert hypothesis.tokens == exactly.tokens == plain.hypotheses[0].tokens
+        assert hypothesis.attention is not None
+        assert hypothesis.attention.shape == (len(hypothesis.tokens), len(source))
+        np.testing.assert_allclose(hypothesis.attention, exactly.attention, rtol=0, atol=1e-5)
+
+
 @pytest.fixture
 def copied(backends: Backends, tmp_path: Path) -> Bundle:
     """A bundle to damage."""
@@ -104,6 +125,12 @@ def test_graphs_of_another_form_are_refused(copied: Bundle) -> None:
         OnnxModel(copied)
     assert f"{folder / ENCODER}: input source_ids is missing" in error.value.problems
     assert f"{folder / ENCODER}: output log_probs is not one of the expected" in error.value.problems
+
+
+def test_without_the_graph_there_is_no_attention(copied: Bundle) -> None:
+    (copied.variant_path("fp32") / DECODER_STEP_ATTENTION).unlink()
+    with pytest.raises(RequestError, match="tfm-export onnx CHECKPOINT --attention"):
+        OnnxModel(copied).with_attention()
 
 
 @pytest.mark.parametrize("content", [b"", b"not a graph at all"])

@@ -1,0 +1,110 @@
+"""Whole generations from a bundle on ONNX Runtime: PyTorch's tokens, in whatever company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from reference_model import SpecialIds as ReferenceSpecialIds
+from reference_model import Transformer, load_checkpoint
+from reference_model import search as reference_search
+from tfm_export.bundle import Bundle, SpecialIds
+from tfm_export.decoding import DecodeOptions, Request, Result, generate
+from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.torch_model import TorchModel
+
+LONGEST = 14
+BEAM: dict[str, Any] = {"beam_size": 4, "num_hypotheses": 4, "max_decoding_length": LONGEST}
+METHODS: dict[str, dict[str, Any]] = {
+    "greedy": {"max_decoding_length": LONGEST},
+    "beam": BEAM,
+    "beam, changed scores": {**BEAM, "min_decoding_length": 6, "no_repeat_ngram_size": 2, "repetition_penalty": 1.2},
+    "beam, Hugging Face's rules": {**BEAM, "compatibility": "huggingface", "length_penalty": 2.0},
+    "sampling": {"sampling_topk": 5, "max_decoding_length": LONGEST, "num_hypotheses": 2},
+    "sampling from all": {"sampling_topk": 0, "sampling_topp": 0.9, "max_decoding_length": LONGEST},
+}
+
+
+@dataclass(frozen=True)
+class Models:
+    """One checkpoint: its bundle on ONNX Runtime, and PyTorch in single precision."""
+
+    onnx: OnnxModel
+    torch: TorchModel
+    reference: Transformer
+    special: SpecialIds
+
+
+@pytest.fixture(scope="module")
+def models(tiny_bundle: Path, tiny_checkpoint: Path) -> Iterator[Models]:
+    bundle, reference = Bundle.open(tiny_bundle), load_checkpoint(tiny_checkpoint).model
+    manifest = bundle.manifest
+    onnx = OnnxModel(bundle, threads=1)
+    yield Models(onnx, TorchModel(reference, limits=manifest.limits), reference, manifest.special_ids)
+    onnx.close()
+
+
+@pytest.fixture(scope="module")
+def requests(models: Models) -> list[Request]:
+    """Sources of many lengths, some with a forced prefix, each with a seed of its own."""
+    generator, size = np.random.default_rng(8), models.onnx.dimensions.source_vocabulary_size
+    sources = [[*generator.integers(4, size, length).tolist(), 2] for length in (3, 11, 1, 7, 5, 5, 17, 2, 9, 4)]
+    return [Request(source=s, target_prefix=[9, 12][: i % 3], seed=i) for i, s in enumerate(sources)]
+
+
+def assert_same(found: list[Result], expected: list[Result], tolerance: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert [h.tokens for h in one.hypotheses] == [h.tokens for h in other.hypotheses]
+        for h, e in zip(one.hypotheses, other.hypotheses, strict=True):
+            assert h.score == pytest.approx(e.score, abs=tolerance)
+            assert h.log_probs == pytest.approx(e.log_probs, abs=tolerance)
+
+
+def reference_hypotheses(models: Models, source: list[int], beam_size: int) -> list[reference_search.Hypothesis]:
+    ids, ours = torch.tensor(source), models.special
+    special = ReferenceSpecialIds(pad=ours.pad, bos=ours.bos, eos=ours.eos)
+    if beam_size == 1:
+        return reference_search.greedy(models.reference, ids[None], torch.ones(1, len(source)).bool(), special, LONGEST)
+    return reference_search.beam(models.reference, ids, special, LONGEST, beam_size)
+
+
+@pytest.mark.parametrize("beam_size", [1, 2, 4])
+def test_the_references_tokens_and_log_probs(models: Models, requests: list[Request], beam_size: int) -> None:
+    sources = [list(request.source) for request in requests]
+    options = DecodeOptions(
+        beam_size=beam_size, num_hypotheses=beam_size, max_decoding_length=LONGEST, max_batch_size=4
+    )
+    for source, result in zip(sources, generate(models.onnx, sources, options, models.special), strict=True):
+        expected = reference_hypotheses(models, source, beam_size)
+        assert [h.tokens for h in result.hypotheses] == [h.tokens for h in expected]
+        for hypothesis, reference in zip(result.hypotheses, expected, strict=True):
+            assert hypothesis.log_probs == pytest.approx(reference.log_probs, abs=1e-4)
+            assert hypothesis.score == pytest.approx(reference.normalised_score(1.0), abs=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_as_on_pytorch(models: Models, requests: list[Request], method: str) -> None:
+    options = DecodeOptions(**METHODS[method], max_batch_size=4)
+    found, expected = (generate(model, requests, options, models.special) for model in (models.onnx, models.torch))
+    assert_same(found, expected, 1e-4)
+    assert len({tuple(h.tokens) for result in found for h in result.hypotheses}) >= 8
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_alone_batched_shuffled_padded(models: Models, requests: list[Request], method: str) -> None:
+    def decode(some: list[Request], batch: int) -> list[Result]:
+        return generate(models.onnx, some, DecodeOptions(**METHODS[method], max_batch_size=batch), models.special)
+
+    alone = [result for request in requests for result in decode([request], 1)]
+    assert_same(decode(requests, len(requests)), alone, 1e-5)
+    assert_same(decode(requests, 3), alone, 1e-5)
+    order = np.random.default_rng(0).permutation(len(requests)).tolist()
+    assert_same(decode([requests[i] for i in order], 3), [alone[i] for i in order], 1e-5)
+    longest = Request(source=[5] * models.onnx.limits.max_source_length, seed=99)
+    assert_same(decode([*requests, longest], len(requests) + 1)[:-1], alone, 1e-5)
