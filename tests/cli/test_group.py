@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import click
@@ -52,6 +52,16 @@ def test_an_error_of_ours_is_one_message_and_its_exit_code(error: TfmExportError
 def test_any_other_exception_keeps_its_traceback() -> None:
     result = CliRunner().invoke(group_that_raises(ZeroDivisionError("a bug")), ["fail"])
     assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_a_full_disk_is_told_and_other_errors_of_the_system_keep_their_traceback() -> None:
+    result = CliRunner().invoke(group_that_raises(OSError(errno.ENOSPC, "No space left on device")), ["fail"])
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "Error: the output could not be written: No space left on device\nTry: make room on the disk\n"
+    )
+    result = CliRunner().invoke(group_that_raises(OSError(errno.EIO, "Input/output error")), ["fail"])
+    assert isinstance(result.exception, OSError)
 
 
 def test_an_interrupt_ends_with_130_and_without_a_message() -> None:
@@ -107,7 +117,6 @@ def printed_on_a_terminal() -> str:
     with os.fdopen(slave, "w") as terminal:
         script = "from tfm_export import cli, errors; cli.print_error(errors.RequestError('wrong'))"
         subprocess.run([sys.executable, "-c", script], stderr=terminal, check=True)
-        time.sleep(0)
         written = os.read(master, 1000).decode()
     os.close(master)
     return written.strip()

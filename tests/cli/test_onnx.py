@@ -108,12 +108,17 @@ def test_failed_parity_exits_3_and_leaves_what_was_there(
 
 @pytest.mark.parametrize(
     ("lines", "message"),
-    [("", "no lines"), ("hello\nw0rld\n", "input 2"), ("x" * 200, "the longest source is")],
+    [
+        (b"", "no lines"),
+        (b"hello\nw0rld\n", "input 2"),
+        (b"x" * 200, "the longest source is"),
+        (b"hello\n\xff\n", "lines.txt is not text in UTF-8"),
+    ],
 )
 def test_inputs_that_do_not_fit_are_told(
-    invoke: Invoke, tiny_checkpoint: Path, tmp_path: Path, lines: str, message: str
+    invoke: Invoke, tiny_checkpoint: Path, tmp_path: Path, lines: bytes, message: str
 ) -> None:
-    (tmp_path / "lines.txt").write_text(lines)
+    (tmp_path / "lines.txt").write_bytes(lines)
     result = invoke("onnx", tiny_checkpoint, "--inputs", "lines.txt")
     assert result.exit_code == 1, result.output
     assert message in result.stderr

@@ -6,13 +6,14 @@ install has; heavy libraries come in when the command runs.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 from typing import Any
 
 import click
 
-from tfm_export.errors import TfmExportError
+from tfm_export.errors import RequestError, TfmExportError
 
 # Each is the `command` of the module of its name, and what the list of commands says of it.
 COMMANDS = {
@@ -52,6 +53,11 @@ class CommandGroup(click.Group):
         except TfmExportError as error:
             print_error(error)
             ctx.exit(error.exit_code)
+        except OSError as problem:
+            if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            print_error(RequestError(f"the output could not be written: {problem.strerror}", "make room on the disk"))
+            ctx.exit(RequestError.exit_code)
         except KeyboardInterrupt:
             click.echo(err=True)  # end the line that the terminal's ^C stands on
             ctx.exit(INTERRUPTED)

@@ -49,13 +49,20 @@ def output_file(path: Path | None) -> Iterator[TextIO]:
     """A file to write lines to: standard output, or a path at which the file appears once it is whole.
 
     Until then it is `partial_path`, which stays, with the lines that are done, if the work is cut short.
+
+    Raises:
+        RequestError: the file cannot be written.
     """
     if path is None:
         yield sys.stdout
         return
     partial = partial_path(path)
     try:
-        with partial.open("w", encoding="utf-8", newline="\n") as file:
+        file = partial.open("w", encoding="utf-8", newline="\n")
+    except OSError as problem:
+        raise RequestError(f"{partial} cannot be written: {problem.strerror}", "another file with -o") from problem
+    try:
+        with file:
             yield file
     except BaseException:
         if partial.stat().st_size:

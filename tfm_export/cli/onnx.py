@@ -11,6 +11,7 @@ import click
 from tfm_export.bundle import DEFAULT_PATH, check_target
 from tfm_export.cli.options import force_option, json_option
 from tfm_export.cli.reports import print_files, print_verdict
+from tfm_export.errors import RequestError
 from tfm_export.extras import require, require_onnxruntime
 
 
@@ -92,7 +93,7 @@ def command(
         bundle, report = export_bundle(
             checkpoint,
             output,
-            inputs=None if inputs is None else [line.rstrip("\n") for line in inputs],
+            inputs=None if inputs is None else read_texts(inputs),
             max_source_length=max_source_length,
             max_target_length=max_target_length,
             attention_layer=attention_layer if attention else None,
@@ -112,3 +113,15 @@ def command(
         click.echo(f"{output}: written, not verified")
     else:
         print_verdict(report)
+
+
+def read_texts(file: IO[str]) -> list[str]:
+    """The lines of a file.
+
+    Raises:
+        RequestError: it is not text in UTF-8.
+    """
+    try:
+        return [line.rstrip("\n") for line in file]
+    except UnicodeDecodeError as problem:
+        raise RequestError(f"{file.name} is not text in UTF-8: {problem}", "save it in UTF-8") from None
