@@ -43,11 +43,15 @@ def test_steps_neither_move_nor_gather_memory(backends: Backends) -> None:
     for _ in range(300):
         output = sentences.step(*step)
     addresses = [array.ctypes.data for array in sentences.memory.caches.values()]
-    before = resident_bytes()
-    for _ in range(3000):
-        assert sentences.step(*step) is output
-    # Measured: 0. One cache tensor has 32 kB, the integers of a step 64 B: either would show.
-    assert resident_bytes() - before < 128 * 1024
+    growth = []
+    for _ in range(3):
+        before = resident_bytes()
+        for _ in range(1000):
+            assert sentences.step(*step) is output
+        growth.append(resident_bytes() - before)
+    # Measured: 0 to 4 kB in 1,500 steps, and once 0.7 MB, which the allocator took. What every step keeps shows each
+    # time: one cache tensor has 32 kB, the integers of a step 64 B.
+    assert min(growth) < 32 * 1024
     assert [array.ctypes.data for array in sentences.memory.caches.values()] == addresses
 
 
