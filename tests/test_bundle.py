@@ -188,6 +188,18 @@ def test_a_manifest_that_is_not_one_is_refused(tmp_path: Path, content: bytes) -
         Bundle.open(tmp_path / "b")
 
 
+def test_what_this_user_may_not_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_bundle(tmp_path / "b")
+    with monkeypatch.context() as another_user:
+        another_user.setattr(os, "access", lambda path, _: Path(path).name != "golden.jsonl")
+        with pytest.raises(BundleError, match=r"golden\.jsonl cannot be read by this user"):
+            Bundle.open(tmp_path / "b")
+    (tmp_path / "b" / "bundle.json").unlink()
+    (tmp_path / "b" / "bundle.json").mkdir()
+    with pytest.raises(BundleError, match=r"bundle\.json cannot be read: Is a directory"):
+        Bundle.open(tmp_path / "b")
+
+
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "link"])
 def test_files_outside_the_bundle_are_refused(tmp_path: Path, name: str) -> None:
     bundle = make_bundle(tmp_path / "b")

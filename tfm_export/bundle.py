@@ -204,6 +204,10 @@ class Bundle:
             ) from None
         except UnicodeDecodeError:
             raise BundleError(f"{manifest_path} is not text in UTF-8", "export the bundle again") from None
+        except OSError as problem:
+            raise BundleError(
+                f"{manifest_path} cannot be read: {problem.strerror}", "let this user read the bundle"
+            ) from problem
         bundle = cls(path, Manifest.from_json(text, manifest_path))
         problems = [p for name in bundle.manifest.files if (p := bundle._problem_of(name, check_hashes))]
         if problems:
@@ -218,6 +222,8 @@ class Bundle:
             return f"{name} is missing ({entry.purpose})"
         if path.stat().st_size != entry.bytes:
             return f"{name} should have {entry.bytes:,} bytes, but has {path.stat().st_size:,}"
+        if not os.access(path, os.R_OK):
+            return f"{name} cannot be read by this user"
         if check_hash and file_hash(path) != entry.sha256:
             return f"{name} was altered: its SHA-256 is not the one in {MANIFEST}"
         return None
