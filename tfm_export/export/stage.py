@@ -24,6 +24,7 @@ from tfm_export.checkpoints import SourceModel, read_checkpoint
 from tfm_export.errors import ExportError, ParityError, RequestError
 from tfm_export.export.golden import MOST_LINES, GoldenSet, Source, make_golden, real_sources, synthetic_sources
 from tfm_export.export.variant import dimensions_of, write_fp32_variant
+from tfm_export.extras import require_onnxruntime
 from tfm_export.tokenizer import load_tokenizer
 from tfm_export.verify import ParityReport, golden_text, verify_variant, write_reports
 
@@ -129,9 +130,9 @@ def _facts(source: SourceModel) -> dict[str, Any]:
 
 
 def _tool_versions() -> dict[str, str]:
-    names = ("tfm-export", "torch", "onnx", "onnxscript", "onnxruntime")
-    versions = {name: importlib.metadata.version(name) for name in names}
-    return {**versions, "python": platform.python_version()}
+    versions = {name: importlib.metadata.version(name) for name in ("tfm-export", "torch", "onnx", "onnxscript")}
+    # onnxruntime and onnxruntime-gpu are installed under names of their own.
+    return {**versions, "onnxruntime": require_onnxruntime().__version__, "python": platform.python_version()}
 
 
 def _write_tokenizer(bundle: Bundle, source: SourceModel) -> None:
