@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 import tfm_export
 from tfm_export.bundle import MANIFEST
 from tfm_export.cli import cli
-from tfm_export.cli.run import split_arguments
+from tfm_export.cli import job as job_module
+from tfm_export.cli.decoding_options import ENTRIES, decoding_fields
+from tfm_export.cli.files import output_file, partial_path
+from tfm_export.cli.heat_map import draw_attention
+from tfm_export.cli.progress import Progress
+from tfm_export.cli.run import command, split_arguments
+from tfm_export.decoding import DecodeOptions
 from tfm_export.errors import NumericError
-from tfm_export.model import Model
+from tfm_export.model import decoder
 
 
 def run(*arguments: str | Path, lines: str | bytes | None = None) -> Result:
@@ -71,7 +82,7 @@ def test_a_bad_line_is_told_and_the_others_are_written(tiny_bundle: Path, expect
     assert result.stderr.splitlines() == [
         "line 2: the text is empty",
         "line 3: 'b4d' has characters that the model does not know: '4'",
-        "line 4: it is not text in UTF-8: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+        "line 4: the text is not UTF-8: byte 0xff at place 0",
         "3 of 5 lines could not be decoded",
     ]
     assert result.exit_code == 1
@@ -80,14 +91,14 @@ def test_a_bad_line_is_told_and_the_others_are_written(tiny_bundle: Path, expect
 def test_one_sentences_bad_numbers_do_not_lose_the_others(
     tiny_bundle: Path, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate_ids = Model.generate_ids
+    generate = decoder.generate
 
-    def overflowing(self: Model, sources: list[list[int]], **fields: object) -> object:
-        if any(ids[0] == 4 for ids in sources):  # "a"
+    def overflowing(model: object, requests: Sequence[Any], *rest: Any) -> Any:
+        if any(request.source[0] == 4 for request in requests):  # "a"
             raise NumericError("not finite")
-        return generate_ids(self, sources, **fields)
+        return generate(model, requests, *rest)
 
-    monkeypatch.setattr(Model, "generate_ids", overflowing)
+    monkeypatch.setattr(decoder, "generate", overflowing)
     result = run(tiny_bundle, "hello", "a", "zz")
     assert result.stdout.splitlines() == [expected["hello"], expected["zz"]]
     assert result.stderr.splitlines() == ["line 2: not finite", "1 of 3 lines could not be decoded"]
@@ -106,6 +117,9 @@ def test_json_has_an_object_a_line(tiny_bundle: Path, expected: dict[str, str]) 
     assert objects[0]["tokens"] == generation.tokens
     assert objects[0]["score"] == pytest.approx(generation.score)
     assert objects[0]["source_truncated"] is False
+    assert objects[0]["reason"] == "end token"
+    assert objects[0]["log_probs"] == pytest.approx(generation.hypotheses[0].log_probs, abs=1e-4)
+    assert "hypotheses" not in objects[0]
 
 
 def test_ids_in_and_out(tiny_bundle: Path) -> None:
@@ -157,4 +171,188 @@ def test_no_input_is_no_output(tiny_bundle: Path) -> None:
 
 def test_arguments_need_not_be_text(tiny_bundle: Path) -> None:
     result = run(tiny_bundle, os.fsdecode(b"caf\xe9"))
-    assert "line 1: it is not text in UTF-8" in result.stderr
+    assert result.stderr.startswith("line 1: the text is not UTF-8: byte 0xe9 at place 3")
+
+
+def test_every_option_of_decoding_is_there_under_its_name() -> None:
+    names = {field.name for field in fields(DecodeOptions)} - {"constraint"}  # a function
+    assert ENTRIES.keys() == names
+    options = {option for parameter in command.params for option in parameter.opts}
+    assert {"--" + name.replace("_", "-") for name in names} <= options
+
+
+def test_options_reach_decoding_as_they_are() -> None:
+    words = ["--beam-size", "3", "--length-penalty", "0.5", "--end-token", "2 5", "--disable-unk", "--n-best", "2"]
+    words += ["--early-stopping", "true", "--compatibility", "huggingface", "--no-start-token-repeats"]
+    words += ["--suppress", "p1 p2", "--suppress", "p3", "--batch-type", "tokens", "--no-return-scores"]
+    parsed = command.make_context("run", words).params
+    values = {name: parsed[name] for name in ENTRIES}
+    assert decoding_fields(values, targets_are_ids=False) == {
+        "beam_size": 3,
+        "length_penalty": 0.5,
+        "end_token": [2, 5],
+        "disable_unk": True,
+        "num_hypotheses": 2,
+        "early_stopping": True,
+        "compatibility": "huggingface",
+        "start_token_repeats": False,
+        "suppress_sequences": ("p1 p2", "p3"),
+        "batch_type": "tokens",
+        "return_scores": False,
+    }
+    assert decoding_fields({"suppress_sequences": ("4 5", "6")}, targets_are_ids=True) == {
+        "suppress_sequences": [[4, 5], [6]]
+    }
+
+
+def test_several_hypotheses(tiny_bundle: Path) -> None:
+    with tfm_export.load(tiny_bundle) as model:
+        generations = model.generate(["hello", "zz"], beam_size=3, num_hypotheses=2)
+    options = ("--beam-size", "3", "--n-best", "2")
+    lines = run(tiny_bundle, "hello", "zz", *options).stdout.splitlines()
+    expected = [(n, g, i) for n, g in enumerate(generations, 1) for i in range(2)]
+    assert lines == [f"{n}\t{g.hypotheses[i].score:.4f}\t{g.texts[i]}" for n, g, i in expected]
+    state = json.loads(run(tiny_bundle, "hello", *options, "--json").stdout)
+    assert [h["text"] for h in state["hypotheses"]] == generations[0].texts
+    assert state["text"] == generations[0].text
+    branches = json.loads(run(tiny_bundle, "hello", "--return-alternatives", "--n-best", "4", "--json").stdout)
+    assert len({h["tokens"][0] for h in branches["hypotheses"]}) == 4
+
+
+def test_prefixes_are_text_or_ids(tiny_bundle: Path) -> None:
+    assert run(tiny_bundle, "hello", "--target-prefix", "p20 p21").stdout.startswith("p20 p21 ")
+    assert run(tiny_bundle, "--ids", "11 8 2", "--target-prefix", "24 25").stdout.startswith("24 25 ")
+    wrong = run(tiny_bundle, "--ids", "11 8 2", "--target-prefix", "p20")
+    assert wrong.exit_code == 2
+    assert "--target-prefix takes ids with --ids" in wrong.stderr
+
+
+def test_tokens_as_they_come(tiny_bundle: Path, expected: dict[str, str]) -> None:
+    result = run(tiny_bundle, "--stream", lines="hello\n\nzz\n")
+    assert result.stdout.splitlines() == [expected["hello"], expected["zz"]]
+    assert result.stderr.splitlines() == ["line 2: the text is empty", "1 of 3 lines could not be decoded"]
+    ids = run(tiny_bundle, "--ids", "4 5 2")
+    assert run(tiny_bundle, "--ids", "--stream", "4 5 2").stdout == ids.stdout
+    cut = run(tiny_bundle, "--stream", "--long-source", "truncate", "a" * 70)
+    assert cut.stderr == "line 1: the source was cut to the 64 tokens that the model takes\n"
+
+
+def test_a_deadline(tiny_bundle: Path) -> None:
+    state = json.loads(run(tiny_bundle, "hello", "--deadline", "0", "--json").stdout)
+    assert (state["tokens"], state["reason"]) == ([], "deadline")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["hello", "--stream", "--json"], "--stream prints text as it comes"),
+        (["hello", "--stream", "--n-best", "2"], "--stream prints one hypothesis"),
+        (["hello", "--return-attention"], "--return-attention shows in the output of --json only"),
+        (["hello", "zz", "--attention", "a.png"], "--attention draws one sentence"),
+        (["hello", "--attention", "a.txt"], "--attention draws .png, .svg, .pdf, found a.txt"),
+        (["hello", "--end-token", "x"], "--end-token"),
+        (["hello", "--input", __file__], "give TEXTs or --input, not both"),
+    ],
+)
+def test_what_contradicts_itself_is_wrong_usage(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_files(tiny_bundle: Path, tmp_path: Path, expected: dict[str, str]) -> None:
+    (tmp_path / "in.txt").write_bytes(b"hello\r\n\xff\nzz")
+    files = ("--input", tmp_path / "in.txt", "--output", tmp_path / "out.txt")
+    result = run(tiny_bundle, *files)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert (tmp_path / "out.txt").read_text() == f"{expected['hello']}\n{expected['zz']}\n"
+    assert not partial_path(tmp_path / "out.txt").exists()
+    again = run(tiny_bundle, *files)
+    assert again.exit_code == 1
+    assert again.stderr == f"Error: {tmp_path / 'out.txt'} exists already\nTry: --force to replace it\n"
+    (tmp_path / "in.txt").write_text("a\n")
+    assert run(tiny_bundle, *files, "--force").exit_code == 0
+    assert (tmp_path / "out.txt").read_text() == f"{expected['a']}\n"
+
+
+def test_what_is_done_is_kept_when_the_work_is_cut_short(
+    tiny_bundle: Path, tmp_path: Path, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job_module.Job, "_fail", interrupt)
+    path = tmp_path / "out.txt"
+    result = CliRunner().invoke(cli, ["run", str(tiny_bundle), "-o", str(path)], input="zz\n\nhello\n")
+    assert result.exit_code == 130
+    assert f"what was done is in {partial_path(path)}" in result.stderr
+    assert partial_path(path).read_text() == expected["zz"] + "\n"
+    assert not path.exists()
+    assert f"{partial_path(path)} exists already" in run(tiny_bundle, "-o", path, "zz").stderr
+    partial_path(path).unlink()
+    with pytest.raises(ZeroDivisionError), output_file(path):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []  # nothing was done
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal() -> None:
+    terminal, now = Terminal(), iter([0.0, *[float(i // 2) for i in range(2, 40)]])
+    progress = Progress(24, stream=terminal, clock=lambda: next(now))
+    progress.advance("hello", 3)  # 6 of 24 bytes, after a second
+    assert terminal.getvalue() == "\r██████░░░░░░░░░░░░░░░░░░  25%  1 lines, 0.5 lines/s, 2 tokens/s, 0:06 left"
+    progress.clear()
+    assert terminal.getvalue().rstrip(" \r").endswith("left")
+    progress.finish()
+    assert terminal.getvalue().endswith(" tokens/s\n")
+
+
+def test_no_progress_elsewhere() -> None:
+    for stream, enabled in ((io.StringIO(), True), (Terminal(), False)):
+        progress = Progress(None, stream=stream, enabled=enabled)
+        progress.advance("hello", 3)
+        progress.finish()
+        assert stream.getvalue() == ""
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    content = path.read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    return int.from_bytes(content[16:20]), int.from_bytes(content[20:24])
+
+
+@pytest.fixture(scope="module")
+def attention_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tfm_export.export import export_bundle
+
+    path = tmp_path_factory.mktemp("attention") / "tfm_bundle"
+    export_bundle(tiny_checkpoint, path, attention_layer=-1, verify=False)
+    return path
+
+
+def test_the_alignment_of_a_sentence(attention_bundle: Path, tmp_path: Path, expected: dict[str, str]) -> None:
+    picture = tmp_path / "alignment.svg"
+    result = run(attention_bundle, "hello", "--attention", picture)
+    assert result.stdout == expected["hello"] + "\n"
+    labels = [
+        label for label in [*"helo", "&lt;/s&gt;", *expected["hello"].split()] if f">{label}<" in picture.read_text()
+    ]
+    assert labels == [*"helo", "&lt;/s&gt;", *expected["hello"].split()]
+    assert "exists already" in run(attention_bundle, "hello", "--attention", picture).stderr
+    state = json.loads(run(attention_bundle, "hello", "--return-attention", "--json").stdout)
+    assert np.shape(state["attention"]) == (len(state["tokens"]), 6)
+    assert np.sum(state["attention"], axis=1) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_heat_map_has_a_cell_for_each_weight(tmp_path: Path) -> None:
+    small, large = tmp_path / "small.png", tmp_path / "large.png"
+    draw_attention(small, np.eye(3, 4, dtype=np.float32), list("abcd"), ["x", " ", "$z$"])
+    draw_attention(large, np.eye(3, 8, dtype=np.float32), list("abcdefgh"), ["x", " ", "$z$"])
+    (width, height), (wider, same) = png_size(small), png_size(large)
+    assert wider - width == pytest.approx(4 * 0.32 * 160, abs=4)
+    assert same == pytest.approx(height, abs=2)
