@@ -93,6 +93,14 @@ def test_a_request_that_is_given_up_tells_what_it_has(beam_size: int) -> None:
     np.testing.assert_array_equal(none.attention, np.zeros((2, 1)))
 
 
+def test_a_row_tells_nothing_of_the_sentence_that_had_it_before() -> None:
+    requests = [Request(source=(6, 7)), Request(source=(7,), deadline=0.0, target_prefix=[4, 5])]
+    options = DecodeOptions(return_attention=True, max_batch_size=1)
+    before, after = generate(fake_model(), requests, options, SPECIAL)
+    assert before.hypotheses[0].tokens
+    np.testing.assert_array_equal(after.hypotheses[0].attention, np.zeros((2, 1)))
+
+
 @pytest.mark.parametrize("penalty", [0.3, 2.0, -0.5])
 def test_a_beam_that_prunes_nothing_finds_the_best_covered_of_all_targets(penalty: float) -> None:
     model = FakeModel(random_table(seed=1), longest=4, gives_attention=True)
