@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 from tests.decoding.fake_model import SPECIAL, FakeModel, random_table
-from tfm_export.decoding import DecodeOptions, Request, generate, generate_iterable
+from tfm_export.decoding import DecodeOptions, Request, generate
 
 SOURCES = [tuple(int(t) for t in np.random.default_rng(i).integers(4, 40, 1 + i % 7)) for i in range(50)]
 
@@ -69,23 +67,6 @@ def test_statistics() -> None:
     # 2 tensors of 1 layer, 1 head, size 1, 4 bytes, in a capacity that doubled from 16 until it held the target.
     assert result.statistics.cache_bytes == 2 * 4 * min(64, 41)
     assert model.grows == 2
-
-
-def test_a_stream_of_inputs_is_read_as_it_is_needed() -> None:
-    read = 0
-
-    def sources() -> Iterator[tuple[int, ...]]:
-        nonlocal read
-        for i in range(10**9):
-            read += 1
-            yield (4 + i % 30,)
-
-    model, options = FakeModel(random_table()), DecodeOptions(max_batch_size=2)
-    results = generate_iterable(model, sources(), options, SPECIAL)
-    first = [next(results) for _ in range(40)]
-    assert read <= 96
-    expected = generate(model, [(4 + i % 30,) for i in range(40)], options, SPECIAL)
-    assert [r.hypotheses for r in first] == [r.hypotheses for r in expected]
 
 
 @pytest.mark.parametrize("beam_size", [1, 3])

@@ -1,7 +1,7 @@
 """Decoding: greedy, beam search, sampling and constraints, on numpy alone, over any backend's `StepModel`."""
 
 from tfm_export.decoding.constraints import Constraint, Trie
-from tfm_export.decoding.generate import generate, generate_iterable
+from tfm_export.decoding.generate import generate
 from tfm_export.decoding.options import DecodeOptions
 from tfm_export.decoding.result import Hypothesis, Reason, Request, Result, SettledToken, Statistics
 from tfm_export.decoding.scoring import score
@@ -18,7 +18,6 @@ __all__ = [
     "Statistics",
     "Trie",
     "generate",
-    "generate_iterable",
     "score",
     "stream",
 ]

@@ -11,7 +11,6 @@ import numpy as np
 
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, Hypothesis, Result, SettledToken, generate, stream
-from tfm_export.decoding.generate import BATCHES_AHEAD
 from tfm_export.errors import NumericError, RequestError, TfmExportError
 from tfm_export.model.answers import Generation, IdsResult, Piece
 from tfm_export.model.requests import Call, Prepared
@@ -19,6 +18,9 @@ from tfm_export.runtime.step_model import StepModel
 from tfm_export.tokenizer import Tokenizer
 
 OnError = Literal["raise", "yield"]
+
+# Sources are sorted by length within so many batches.
+BATCHES_AHEAD = 16
 
 ItemT = TypeVar("ItemT")
 AnswerT = TypeVar("AnswerT")
