@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import IO
 
@@ -10,28 +9,10 @@ import click
 
 from tfm_export.bundle import DEFAULT_PATH, check_target
 from tfm_export.cli.options import force_option, json_option
+from tfm_export.cli.progress import Stopwatch
 from tfm_export.cli.reports import print_files, print_verdict
 from tfm_export.errors import RequestError
 from tfm_export.extras import require, require_onnxruntime
-
-
-class Stopwatch:
-    """Prints what begins and, when the next thing does, how long the last one took."""
-
-    def __init__(self) -> None:
-        self._started: float | None = None
-
-    def begin(self, what: str) -> None:
-        """Say what begins."""
-        self.end()
-        click.echo(f"{what} ... ", nl=False, err=True)
-        self._started = time.perf_counter()
-
-    def end(self) -> None:
-        """The last thing is over."""
-        if self._started is not None:
-            click.echo(f"{time.perf_counter() - self._started:.1f} s", err=True)
-        self._started = None
 
 
 @click.command("onnx")
@@ -88,8 +69,7 @@ def command(
     require_onnxruntime()
     from tfm_export.export import export_bundle
 
-    stopwatch = Stopwatch()
-    try:
+    with Stopwatch() as stopwatch:
         bundle, report = export_bundle(
             checkpoint,
             output,
@@ -101,8 +81,6 @@ def command(
             force=force,
             progress=stopwatch.begin,
         )
-    finally:
-        stopwatch.end()
     if as_json:
         click.echo(bundle.manifest.to_json(), nl=False)
         return

@@ -1,11 +1,14 @@
-"""How far a long job is and how fast, on one line of a terminal."""
+"""How far a long job is: step after step with its time, or on one line of a terminal."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable
-from typing import TextIO
+from types import TracebackType
+from typing import Self, TextIO
+
+import click
 
 WIDTH = 24
 INTERVAL = 0.1  # seconds; a line drawn more often only costs time
@@ -34,14 +37,20 @@ class Progress:
         self._begin = self._drawn = clock()
         self._bytes = self._lines = self._tokens = self._shown = 0
 
-    def advance(self, line: str, tokens: int) -> None:
-        """Count a line that is done, and the tokens that came of it."""
+    def advance(self, line: str, tokens: int, *, pause: bool = False) -> None:
+        """Count a line that is done, and the tokens that came of it.
+
+        Args:
+            line: as it was read.
+            tokens: how many it gave.
+            pause: more may be long in coming, so the figures must be up to date.
+        """
         if not self._enabled:
             return
         self._lines += 1
         self._tokens += tokens
         self._bytes += len(line.encode(errors="surrogateescape")) + 1
-        if self._clock() - self._drawn >= INTERVAL:
+        if pause or self._clock() - self._drawn >= INTERVAL:
             self._drawn = self._clock()
             self._draw(self.text())
 
@@ -74,3 +83,30 @@ class Progress:
         self._stream.write("\r" + text.ljust(self._shown))
         self._stream.flush()
         self._shown = len(text)
+
+
+class Stopwatch:
+    """Prints what begins and, when the next thing does or the block ends, how long the last one took."""
+
+    def __init__(self) -> None:
+        self._started: float | None = None
+
+    def begin(self, what: str) -> None:
+        """Say what begins."""
+        self.end()
+        click.echo(f"{what} ... ", nl=False, err=True)
+        self._started = time.perf_counter()
+
+    def end(self) -> None:
+        """The last thing is over."""
+        if self._started is not None:
+            click.echo(f"{time.perf_counter() - self._started:.1f} s", err=True)
+        self._started = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()

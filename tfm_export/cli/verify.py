@@ -8,6 +8,7 @@ import click
 
 from tfm_export.bundle import Bundle
 from tfm_export.cli.options import bundle_argument, json_option, threads_option
+from tfm_export.cli.progress import Stopwatch
 from tfm_export.cli.reports import print_verdict
 from tfm_export.errors import ParityError
 from tfm_export.extras import require, require_onnxruntime
@@ -41,7 +42,11 @@ def command(bundle: Path, checkpoint: Path | None, threads: int | None, as_json:
         reference = read_checkpoint(checkpoint).model
     from tfm_export.verify import reports_json, verify_variant, write_reports
 
-    reports = [verify_variant(opened, name, reference=reference, threads=threads) for name in opened.manifest.variants]
+    with Stopwatch() as stopwatch:
+        reports = [
+            verify_variant(opened, name, reference=reference, threads=threads, progress=stopwatch.begin)
+            for name in opened.manifest.variants
+        ]
     try:
         write_reports(opened, reports)
         opened.save()

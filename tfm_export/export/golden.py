@@ -85,7 +85,7 @@ def make_golden(
     max_length: int,
     length_penalty: float,
     synthetic: bool,
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Callable[[str], None],
 ) -> GoldenSet:
     """Decode sources with PyTorch: float32, no cache; then measure every greedy choice's margin in float64.
 
@@ -96,7 +96,7 @@ def make_golden(
         max_length: of the generations, end token included; cut to `MOST_TOKENS`, or `SYNTHETIC_TOKENS`.
         length_penalty: of the beam searches.
         synthetic: whether the sources are random.
-        progress: told how many sources are done since the last call.
+        progress: told what begins.
     """
     max_length = min(max_length, SYNTHETIC_TOKENS if synthetic else MOST_TOKENS)
     reference_special = _reference_special(special)
@@ -105,6 +105,7 @@ def make_golden(
     order = sorted(range(len(sources)), key=lambda i: len(sources[i][1]))
     for start in range(0, len(order), BATCH):
         indices = order[start : start + BATCH]
+        progress(f"decoding golden inputs with PyTorch, {start + len(indices)} of {len(sources)}")
         source_ids, source_mask = _padded([sources[i][1] for i in indices], special)
         hypotheses = greedy(model, source_ids, source_mask, reference_special, max_length)
         beams: list[BeamGolden | None] = [None] * len(indices)
@@ -127,7 +128,6 @@ def make_golden(
                 margins=row_margins,
                 beam=beam,
             )
-        progress(len(indices))
     return GoldenSet([golden[i] for i in range(len(sources))], max_length, length_penalty, own_error, synthetic)
 
 

@@ -86,11 +86,9 @@ def export_bundle(
         sources = _golden_sources(bundle, source, inputs)
         progress("exporting the encoder and the decoder step")
         _write_graphs(bundle, source, attention_layer)
-        progress(f"decoding {len(sources)} golden inputs with PyTorch")
-        _write_golden(bundle, source, sources, synthetic=inputs is None)
+        _write_golden(bundle, source, sources, synthetic=inputs is None, progress=progress)
         if verify:
-            progress("verifying against PyTorch")
-            report = verify_variant(bundle, reference=source.model)
+            report = verify_variant(bundle, reference=source.model, progress=progress)
             write_reports(bundle, [report])
             if not report.passed:
                 raise ParityError(report.problems(), "report this with the checkpoint's configuration")
@@ -187,7 +185,9 @@ def _write_graphs(bundle: Bundle, source: SourceModel, attention_layer: int | No
     bundle.manifest = replace(bundle.manifest, variants={"fp32": facts})
 
 
-def _write_golden(bundle: Bundle, source: SourceModel, sources: list[Source], *, synthetic: bool) -> None:
+def _write_golden(
+    bundle: Bundle, source: SourceModel, sources: list[Source], *, synthetic: bool, progress: Progress
+) -> None:
     golden: GoldenSet = make_golden(
         source.model,
         sources,
@@ -195,6 +195,7 @@ def _write_golden(bundle: Bundle, source: SourceModel, sources: list[Source], *,
         max_length=bundle.manifest.generation.max_length,
         length_penalty=bundle.manifest.generation.length_penalty,
         synthetic=synthetic,
+        progress=progress,
     )
     write_text(bundle.path / GOLDEN, golden_text(golden.golden))
     kind = "synthetic inputs" if synthetic else "real inputs"

@@ -6,7 +6,7 @@ and whole generations of the golden inputs, token for token (needs the bundle al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tfm_export.bundle import GOLDEN, Bundle, write_text
@@ -38,7 +38,12 @@ PARITY_PAGE = "reports/parity.html"
 
 
 def verify_variant(
-    bundle: Bundle, variant: str = "fp32", *, reference: Transformer | None = None, threads: int | None = None
+    bundle: Bundle,
+    variant: str = "fp32",
+    *,
+    reference: Transformer | None = None,
+    threads: int | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> ParityReport:
     """Judge one variant of a bundle.
 
@@ -47,6 +52,7 @@ def verify_variant(
         variant: its name.
         reference: the same weights in PyTorch; without it only generations are compared.
         threads: for the runtime.
+        progress: told what begins.
 
     Raises:
         BundleError: the bundle has no such variant or no golden inputs, or its graphs are not of the expected form.
@@ -61,6 +67,7 @@ def verify_variant(
         if reference is not None:
             from tfm_export.verify.steps import compare_steps
 
+            progress("comparing every tensor step by step")
             steps = compare_steps(model, reference, tolerance)
             tensors, agreement = steps.tensors, steps.argmax_agreement
         own_error = float(manifest.golden["own_error"])
@@ -70,6 +77,7 @@ def verify_variant(
             manifest.special_ids,
             manifest.golden,
             tolerance.limit(own_error),
+            progress,
         )
     finally:
         model.close()

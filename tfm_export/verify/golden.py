@@ -112,7 +112,7 @@ def compare_generations(
     special: SpecialIds,
     facts: dict[str, Any],
     tie_margin: float,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None],
 ) -> list[GenerationComparison]:
     """Decode golden inputs one by one, in batches and in padded batches, and hold every token to PyTorch's.
 
@@ -136,7 +136,7 @@ def compare_generations(
             ("batched", BATCH, model),
             ("padded", BATCH, PaddedModel(model)),
         ):
-            progress(f"{search}, {how}")
+            progress(f"comparing golden inputs: {search}, {how}")
             results = generate(runtime, [g.source_ids for g in inputs], replace(options, max_batch_size=batch), special)
             best = [result.hypotheses[0] for result in results]
             compare = _greedy_difference if options.beam_size == 1 else _beam_difference
