@@ -306,6 +306,8 @@ def test_progress_on_a_terminal() -> None:
     progress = Progress(24, stream=terminal, clock=lambda: next(now))
     progress.advance("hello", 3)  # 6 of 24 bytes, after a second
     assert terminal.getvalue() == "\r██████░░░░░░░░░░░░░░░░░░  25%  1 lines, 0.5 lines/s, 2 tokens/s, 0:06 left"
+    progress.advance("a", 1, pause=True)
+    assert "33%  2 lines" in terminal.getvalue()
     progress.clear()
     assert terminal.getvalue().rstrip(" \r").endswith("left")
     progress.finish()

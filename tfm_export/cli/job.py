@@ -53,24 +53,25 @@ class Job:
         self.done = self.failed = 0
         self.last: Decoded | None = None
 
-    def run(self, lines: Iterator[str], out: TextIO, progress: Progress, *, window: int | None) -> None:
+    def run(self, lines: Iterator[str], out: TextIO, progress: Progress, *, window: int) -> None:
         """Decode lines, `window` at a time, and print them in order."""
         read, shown = itertools.tee(lines)  # they are never further apart than a window
         for line, answer in zip(shown, self._answers(read, window), strict=False):
             self.done += 1
+            tokens, window_ends = 0, self.done % window == 0
             if isinstance(answer, TfmExportError):
                 progress.clear()
                 self._fail(answer)
-                progress.advance(line, 0)
-                continue
-            self.last = Decoded(self.done, line, answer)
-            out.writelines(text + "\n" for text in self._texts(self.last))
-            if window is not None:
+            else:
+                self.last = Decoded(self.done, line, answer)
+                out.writelines(text + "\n" for text in self._texts(self.last))
+                tokens = sum(len(hypothesis.tokens) for hypothesis in answer.hypotheses)
+                if answer.source_truncated and not self._as_json:
+                    progress.clear()
+                    self._tell_of_truncation()
+            if window_ends:
                 out.flush()
-            if answer.source_truncated and not self._as_json:
-                progress.clear()
-                self._tell_of_truncation()
-            progress.advance(line, sum(len(hypothesis.tokens) for hypothesis in answer.hypotheses))
+            progress.advance(line, tokens, pause=window_ends)
         out.flush()
         progress.finish()
 
@@ -92,7 +93,7 @@ class Job:
                 out.write("\n")
         out.flush()
 
-    def _answers(self, lines: Iterable[str], window: int | None) -> Iterator[Answer | TfmExportError]:
+    def _answers(self, lines: Iterable[str], window: int) -> Iterator[Answer | TfmExportError]:
         model = self._model
         if self._ids:
             ids = map(parse_ids, lines)

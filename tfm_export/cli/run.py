@@ -24,6 +24,7 @@ from tfm_export.extras import require
 if TYPE_CHECKING:
     from tfm_export.model import LongSource
 
+BATCHES_AT_ONCE = 4  # more sort better by length, fewer show results and progress earlier
 JSON_ONLY = ("return_attention", "return_logits_vocab", "return_scores")  # there is no room for them in a line of text
 
 
@@ -113,7 +114,8 @@ def command(
         if stream:
             job.stream(lines, out)
         else:
-            job.run(lines, out, progress, window=1 if from_terminal else None)
+            batch = options.max_batch_size if options.batch_type == "examples" else 32
+            job.run(lines, out, progress, window=1 if from_terminal else BATCHES_AT_ONCE * batch)
         if picture is not None and job.last is not None:
             draw(picture, model, job.last, long_source, ids=ids)
     if job.failed:
