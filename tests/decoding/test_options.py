@@ -12,6 +12,10 @@ from tfm_export.decoding import DecodeOptions, Request, generate
 from tfm_export.errors import RequestError
 
 REFUSED: dict[str, dict[str, Any]] = {
+    "beam_size must be an integer, found '4'": {"beam_size": "4"},
+    "num_hypotheses must be an integer, found None": {"num_hypotheses": None},
+    "max_decoding_length must be an integer, found 3.5": {"max_decoding_length": 3.5},
+    "length_penalty must be a number, found '1'": {"length_penalty": "1"},
     "beam_size must be at least 1": {"beam_size": 0},
     "num_hypotheses must be at least 1": {"num_hypotheses": 0},
     "max_batch_size must be at least 1": {"max_batch_size": 0},

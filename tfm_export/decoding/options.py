@@ -7,8 +7,9 @@ an option of its own, and `compatibility` sets them all.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -147,8 +148,7 @@ class DecodeOptions:
     compatibility: Compatibility = "ctranslate2"
 
     def __post_init__(self) -> None:
-        problems = [*_out_of_range(self), *_contradictions(self)]
-        if problems:
+        if problems := [*_wrong_types(self)] or [*_out_of_range(self), *_contradictions(self)]:
             raise RequestError(problems)
         for name in ("target_prefix", "start_tokens"):
             if (value := getattr(self, name)) is not None:
@@ -214,6 +214,16 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "score_change": (None, *SCORE_CHANGES),
     "end_after_prefix": (None, *END_AFTER_PREFIX),
 }
+
+
+def _wrong_types(o: DecodeOptions) -> Iterator[str]:
+    """Numbers that are none: options may come from a request that a service was sent."""
+    kinds = {"int": (numbers.Integral, "an integer"), "float": (numbers.Real, "a number")}
+    for field in fields(o):
+        kind, what = kinds.get(str(field.type).removesuffix(" | None"), (object, ""))
+        value = getattr(o, field.name)
+        if not isinstance(value, kind) and (value is not None or field.default is not None):
+            yield f"{field.name} must be {what}, found {value!r}"
 
 
 def _out_of_range(o: DecodeOptions) -> Iterator[str]:
