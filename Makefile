@@ -30,7 +30,7 @@ format: $(INSTALLED) ## Format the code and mend what the linter can
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(INSTALLED) ## Measure whole generations beside CTranslate2 and PyTorch
+bench: $(INSTALLED) ## Measure whole generations beside CTranslate2 and PyTorch, ten minutes
 	@$(BIN)/python -m benchmarks.generation
 
 docs: $(INSTALLED) ## Write docs/cli.md anew from the command line's help

@@ -94,6 +94,13 @@ def test_the_readme_names_make_targets_and_extras_that_there_are() -> None:
     assert named <= set(project["optional-dependencies"])
 
 
+def test_every_decision_is_in_the_list() -> None:
+    folder = ROOT / "docs/decisions"
+    assert set(re.findall(r"\((\d{4}-[\w-]+\.md)\)", (folder / "README.md").read_text(encoding="utf-8"))) == {
+        path.name for path in folder.glob("0*.md")
+    }
+
+
 @pytest.mark.slow
 def test_every_command_and_snippet_of_the_readme_runs(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")

@@ -5,6 +5,7 @@ make demo
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ import tfm_export
 from reference_model import Checkpoint, load_checkpoint, search
 from tfm_export.cli.reports import table
 
-HERE = Path(__file__).parent
+HERE = Path(os.path.relpath(Path(__file__).parent))
 WORDS = ("transformer", "production", "checkpoint", "encoder", "knight", "colonel", "through", "kubernetes", "graphene")
 
 T = TypeVar("T")
