@@ -131,6 +131,15 @@ def test_graphs_of_another_form_are_refused(copied: Bundle) -> None:
     assert f"{folder / ENCODER}: output log_probs is not one of the expected" in error.value.problems
 
 
+def test_axes_and_types_are_those_of_the_table(copied: Bundle) -> None:
+    copied.manifest = replace(copied.manifest, dimensions=replace(copied.manifest.dimensions, head_size=5))
+    with pytest.raises(BundleError) as error:
+        OnnxModel(copied)
+    path, size = copied.variant_path("fp32") / ENCODER, copied.manifest.dimensions
+    wanted, found = (f"tensor(float) ['batch', {size.heads}, 'source', {head_size}]" for head_size in (5, 16))
+    assert f"{path}: output cross_key_0 must be {wanted}, found {found}" in error.value.problems
+
+
 def test_without_the_graph_there_is_no_attention(copied: Bundle) -> None:
     (copied.variant_path("fp32") / DECODER_STEP_ATTENTION).unlink()
     with pytest.raises(RequestError, match="tfm-export onnx CHECKPOINT --attention"):

@@ -301,8 +301,8 @@ def _load(path: Path, inputs: list[TensorSpec], outputs: list[TensorSpec], threa
         ("input", inputs, session.get_inputs()),
         ("output", outputs, session.get_outputs()),
     ):
-        types = {value.name: value.type for value in found}
-        wanted = {spec.name: f"tensor({_ONNX_TYPES.get(spec.dtype, spec.dtype)})" for spec in expected}
+        types = {value.name: f"{value.type} {value.shape}" for value in found}
+        wanted = {spec.name: f"tensor({_ONNX_TYPES.get(spec.dtype, spec.dtype)}) {[*spec.axes]}" for spec in expected}
         problems += [f"{path}: {what} {name} is missing" for name in wanted.keys() - types.keys()]
         problems += [f"{path}: {what} {name} is not one of the expected" for name in types.keys() - wanted.keys()]
         problems += [
