@@ -65,8 +65,8 @@ def print_verdict(report: ParityReport) -> None:
 def _generation_text(comparison: GenerationComparison, kind: str) -> str:
     text = f"{comparison.identical} of {comparison.count} {kind} token for token"
     if comparison.ties:
-        closest = max(tie.margin for tie in comparison.ties)
-        text += f", {len(comparison.ties)} ties (margin at most {closest:.1e} in float64)"
+        largest = max(tie.margin for tie in comparison.ties)
+        text += f", {len(comparison.ties)} ties (margin at most {largest:.1e})"
     if comparison.divergences:
         first = comparison.divergences[0]
         text += (
