@@ -302,12 +302,15 @@ class Terminal(io.StringIO):
 
 
 def test_progress_on_a_terminal() -> None:
-    terminal, now = Terminal(), iter([0.0, *[float(i // 2) for i in range(2, 40)]])
-    progress = Progress(24, stream=terminal, clock=lambda: next(now))
-    progress.advance("hello", 3)  # 6 of 24 bytes, after a second
+    terminal, now = Terminal(), 0.0
+    progress = Progress(24, stream=terminal, clock=lambda: now)
+    now = 2.0
+    progress.advance("hello", 3)  # 6 of 24 bytes
     assert terminal.getvalue() == "\r██████░░░░░░░░░░░░░░░░░░  25%  1 lines, 0.5 lines/s, 2 tokens/s, 0:06 left"
+    progress.advance("a", 1)
+    assert "2 lines" not in terminal.getvalue()  # too soon
     progress.advance("a", 1, pause=True)
-    assert "33%  2 lines" in terminal.getvalue()
+    assert "42%  3 lines" in terminal.getvalue()
     progress.clear()
     assert terminal.getvalue().rstrip(" \r").endswith("left")
     progress.finish()
