@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.contenders import BUNDLE, CHECKPOINT, CTRANSLATE2, SOURCE_LENGTH, SOURCES, TARGET_LENGTH
+from benchmarks.contenders import BUNDLE, CHECKPOINT, CTRANSLATE2, SOURCE_LENGTH, SOURCES
 
 VOCABULARY = 32_000
 SEED = 0
@@ -72,6 +72,3 @@ def decoder_step_work() -> dict[str, float]:
     layer = 6 * model * model + 2 * model * feed_forward
     weights = base["decoder_layers"] * layer + model * VOCABULARY
     return {"weight_bytes": 4.0 * weights, "flops": 2.0 * weights}
-
-
-__all__ = ["SOURCE_LENGTH", "TARGET_LENGTH", "decoder_step_work", "prepare"]

@@ -104,7 +104,7 @@ class Manifest:
         golden: number of golden inputs, and whether they are synthetic.
         model: the model's configuration as its checkpoint gave it, for people.
         tools: versions of what made the bundle.
-        files: every file but the manifest, by path relative to the bundle.
+        files: every file that a service needs, by path relative to the bundle; not the manifest, not reports/.
         engines: TensorRT engines by name.
     """
 

@@ -140,7 +140,7 @@ def test_smaller_limits_are_kept(invoke: Invoke, tiny_checkpoint: Path, tmp_path
     manifest = Bundle.open(tmp_path / "tfm_bundle").manifest
     assert (manifest.limits.max_source_length, manifest.limits.max_target_length) == (9, 7)
     assert manifest.generation.max_length <= 7
-    assert "reports/parity.json" not in manifest.files
+    assert not (tmp_path / "tfm_bundle" / "reports").exists()
 
 
 def test_a_checkpoint_that_is_none_is_told(invoke: Invoke, tmp_path: Path) -> None:
@@ -161,6 +161,21 @@ def test_verify_passes_and_with_the_checkpoint_compares_tensors(
     result = invoke("verify", tiny_bundle, "--checkpoint", tiny_checkpoint)
     assert result.exit_code == 0, result.output
     assert "step by step" in result.stdout
+
+
+def test_verify_keeps_the_comparison_that_it_cannot_make_anew(
+    invoke: Invoke, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_bundle, tmp_path / "b")
+    report = tmp_path / "b" / "reports" / "parity.json"
+    before = json.loads(report.read_text())["variants"][0]
+    assert invoke("verify", tmp_path / "b").exit_code == 0
+    after = json.loads(report.read_text())["variants"][0]
+    assert after["tensors"] == before["tensors"] != []
+    assert after["argmax_agreement"] == before["argmax_agreement"]
+    report.write_text("not JSON")
+    assert invoke("verify", tmp_path / "b").exit_code == 0
+    assert json.loads(report.read_text())["variants"][0]["tensors"] == []
 
 
 def test_verify_finds_a_bundle_of_another_model(invoke: Invoke, tiny_bundle: Path, tmp_path: Path) -> None:

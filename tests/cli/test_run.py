@@ -251,7 +251,7 @@ def test_a_deadline(tiny_bundle: Path) -> None:
         (["hello", "zz", "--attention", "a.png"], "--attention draws one sentence"),
         (["hello", "--attention", "a.txt"], "--attention draws .png, .svg, .pdf, found a.txt"),
         (["hello", "--end-token", "x"], "--end-token"),
-        (["hello", "--input", __file__], "give TEXTs or --input, not both"),
+        (["hello", "--inputs", __file__], "give TEXTs or --inputs, not both"),
     ],
 )
 def test_what_contradicts_itself_is_wrong_usage(arguments: list[str], message: str) -> None:
@@ -262,7 +262,7 @@ def test_what_contradicts_itself_is_wrong_usage(arguments: list[str], message: s
 
 def test_files(tiny_bundle: Path, tmp_path: Path, expected: dict[str, str]) -> None:
     (tmp_path / "in.txt").write_bytes(b"hello\r\n\xff\nzz")
-    files = ("--input", tmp_path / "in.txt", "--output", tmp_path / "out.txt")
+    files = ("--inputs", tmp_path / "in.txt", "--output", tmp_path / "out.txt")
     result = run(tiny_bundle, *files)
     assert result.exit_code == 1
     assert result.stdout == ""

@@ -91,6 +91,8 @@ def _text(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
     if isinstance(value, list):
         return ", ".join(map(_text, value)) or "none"
     return "none" if value is None else str(value)

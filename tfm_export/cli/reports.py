@@ -37,9 +37,11 @@ def size_text(size: int) -> str:
 
 def print_files(bundle: Bundle) -> None:
     """File -> purpose -> size."""
-    files = sorted(bundle.manifest.files.items())
-    rows = [[name, entry.purpose, size_text(entry.bytes)] for name, entry in files]
-    total = size_text(sum(entry.bytes for _, entry in files))
+    files = [(name, entry.purpose, entry.bytes) for name, entry in sorted(bundle.manifest.files.items())]
+    reports = sorted((bundle.path / "reports").glob("*"))
+    files += [(f"reports/{path.name}", "what was measured", path.stat().st_size) for path in reports]
+    rows = [[name, purpose, size_text(size)] for name, purpose, size in files]
+    total = size_text(sum(size for _, _, size in files))
     click.echo(table([["file", "purpose", "size"], *rows, ["", "total", total]], right=[2]))
 
 

@@ -31,7 +31,7 @@ JSON_ONLY = ("return_attention", "return_logits_vocab", "return_scores")  # ther
 @click.command("run")
 @click.argument("arguments", metavar="[BUNDLE] [TEXT]...", nargs=-1)
 @click.option("--bundle", type=click.Path(path_type=Path), help="The bundle; then every argument is a text.")
-@click.option("--input", "input_file", type=click.File("rb"), help="The file of texts, one a line.  [default: stdin]")
+@click.option("--inputs", "input_file", type=click.File("rb"), help="The file of texts, one a line.  [default: stdin]")
 @click.option(
     "-o",
     "--output",
@@ -88,7 +88,7 @@ def command(
     Example:
       tfm-export run "some text" --beam-size 4 --n-best 2
       tfm-export run my_bundle --json < lines.txt > results.jsonl
-      tfm-export run my_bundle --input lines.txt --output targets.txt
+      tfm-export run my_bundle --inputs lines.txt --output targets.txt
       tfm-export run "some text" --attention alignment.png
     """
     path, texts = split_arguments(arguments, bundle)
@@ -143,7 +143,7 @@ def _check_usage(
 ) -> None:
     """Refuse what contradicts itself, or would have no effect."""
     if texts and given is not None:
-        raise click.UsageError("give TEXTs or --input, not both")
+        raise click.UsageError("give TEXTs or --inputs, not both")
     if stream and as_json:
         raise click.UsageError("--stream prints text as it comes; --json prints whole objects")
     if stream and fields.get("num_hypotheses", 1) > 1:

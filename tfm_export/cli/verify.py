@@ -49,7 +49,6 @@ def command(bundle: Path, checkpoint: Path | None, threads: int | None, as_json:
         ]
     try:
         write_reports(opened, reports)
-        opened.save()
     except OSError as problem:  # a bundle that a service reads may well be read-only
         click.echo(f"note: the report was not written into the bundle: {problem}", err=True)
     if as_json:

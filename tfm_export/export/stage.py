@@ -122,7 +122,7 @@ def _facts(source: SourceModel) -> dict[str, Any]:
         "checkpoint": source.path.name,
         "configuration": asdict(source.model.config),
         "parameters": sum(p.numel() for p in source.model.parameters()),
-        "training": source.training,
+        "training": {name: fact for name, fact in source.training.items() if isinstance(fact, str | int | float)},
         "notes": source.notes,
     }
 

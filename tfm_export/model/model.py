@@ -15,8 +15,8 @@ from tfm_export.decoding import DecodeOptions, Request, SettledToken, score
 from tfm_export.decoding.result import Cancellation
 from tfm_export.errors import RequestError, TfmExportError
 from tfm_export.model.answers import Generation, IdsResult, Pending, Piece, Stream
-from tfm_export.model.decoder import Decoder, OnError, ids_result
-from tfm_export.model.requests import Call, Either, Encoder, LongSource, Source, TextRequest, collect
+from tfm_export.model.requests import Call, Either, LongSource, Source, SourceReader, TextRequest, collect
+from tfm_export.model.runner import OnError, Runner, ids_result
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.runtime.threads import usable_cpus
 from tfm_export.tokenizer import Tokenizer, load_tokenizer
@@ -38,8 +38,8 @@ class Model:
 
     def __init__(self, bundle: Bundle, step_model: StepModel, tokenizer: Tokenizer | None) -> None:
         self.bundle, self.step_model, self.tokenizer = bundle, step_model, tokenizer
-        self._encoder = Encoder(bundle, tokenizer)
-        self._decoder = Decoder(bundle, step_model, tokenizer)
+        self._reader = SourceReader(bundle, tokenizer)
+        self._runner = Runner(bundle, step_model, tokenizer)
         self._closed = False
         self._lock = threading.Lock()
         self._workers: ThreadPoolExecutor | None = None
@@ -124,8 +124,8 @@ class Model:
             RequestError: an option that the model cannot serve.
         """
         call = self.call(**settings)
-        prepare, answer = self._encoder.text_request, self._decoder.generation
-        return self._decoder.iterate(texts, prepare, answer, call, window=window, on_error=on_error)
+        prepare, answer = self._reader.text_request, self._runner.generation
+        return self._runner.iterate(texts, prepare, answer, call, window=window, on_error=on_error)
 
     def stream(self, text: Text, **settings: Any) -> Stream[Piece, Generation]:
         """Decode one text and give its tokens as soon as they can no longer change.
@@ -146,7 +146,7 @@ class Model:
         call = self.call(**settings)
         if call.options.replace_unknowns:
             raise RequestError("replace_unknowns needs the whole target: a stream cannot have it")
-        return Stream(self._decoder.pieces(self._encoder.text_request(text, call), call))
+        return Stream(self._runner.pieces(self._reader.text_request(text, call), call))
 
     def score(
         self,
@@ -177,7 +177,7 @@ class Model:
             raise RequestError(f"there must be a target for each text, found {len(texts)} and {len(targets)}")
 
         def encode(pair: tuple[str, str]) -> tuple[list[int], list[int]]:
-            return self.encode_text(pair[0], long_source=long_source).ids, self._encoder.target(pair[1])
+            return self.encode_text(pair[0], long_source=long_source).ids, self._reader.target(pair[1])
 
         pairs = collect("pair", zip(texts, targets, strict=True), encode)
         sources, wanted = [source for source, _ in pairs], [target for _, target in pairs]
@@ -200,8 +200,8 @@ class Model:
             NumericError: see `generate`.
         """
         call = self.call(**settings)
-        prepared = collect("source", sources, lambda ids: self._encoder.ids_request(ids, call))
-        return self._decoder.answers(prepared, ids_result, call)
+        prepared = collect("source", sources, lambda ids: self._reader.ids_request(ids, call))
+        return self._runner.answers(prepared, ids_result, call)
 
     @overload
     def generate_ids_iterable(
@@ -218,13 +218,13 @@ class Model:
     ) -> Iterator[IdsResult | TfmExportError]:
         """Decode a stream of sources of ids; see `generate_iterable` and `generate_ids`."""
         call = self.call(**settings)
-        prepare = self._encoder.ids_request
-        return self._decoder.iterate(sources, prepare, ids_result, call, window=window, on_error=on_error)
+        prepare = self._reader.ids_request
+        return self._runner.iterate(sources, prepare, ids_result, call, window=window, on_error=on_error)
 
     def stream_ids(self, source: Ids, **settings: Any) -> Stream[SettledToken, IdsResult]:
         """Decode one source of ids and give its tokens as soon as they can no longer change; see `stream`."""
         call = self.call(**settings)
-        return Stream(self._decoder.tokens(self._encoder.ids_request(source, call), call))
+        return Stream(self._runner.tokens(self._reader.ids_request(source, call), call))
 
     def score_ids(
         self,
@@ -288,7 +288,7 @@ class Model:
         if options is not None and option_fields:
             raise RequestError(f"options were given, and {', '.join(option_fields)} beside them: give one or the other")
         if options is None:
-            known = self._encoder.known_target
+            known = self._reader.known_target
             if isinstance(prefix := option_fields.get("target_prefix"), str):
                 option_fields["target_prefix"] = known(prefix)
             if sequences := option_fields.get("suppress_sequences"):
@@ -311,7 +311,7 @@ class Model:
         Raises:
             RequestError: the bundle has no tokenizer, or the text is empty, unknown to it, or too long.
         """
-        return self._encoder.text(text, long_source=long_source)
+        return self._reader.text(text, long_source=long_source)
 
     def check_ids(self, ids: Iterable[int], *, long_source: LongSource = "refuse") -> Source:
         """Make sure that the model can take a source.
@@ -323,7 +323,7 @@ class Model:
         Raises:
             RequestError: they are not integers, out of range, none, or too many.
         """
-        return self._encoder.ids(ids, long_source=long_source)
+        return self._reader.ids(ids, long_source=long_source)
 
     # Its life.
 
@@ -340,7 +340,7 @@ class Model:
             self._closed = True
             if self._workers is not None:
                 self._workers.shutdown(wait=False, cancel_futures=True)
-        self._decoder.close()
+        self._runner.close()
         self.step_model.close()
 
     def __enter__(self) -> Self:
@@ -353,8 +353,8 @@ class Model:
 
     def _generate(self, text: Any, call: Call) -> Any:
         one = isinstance(text, Text)
-        prepared = collect("text", [text] if one else text, lambda item: self._encoder.text_request(item, call))
-        generations = self._decoder.answers(prepared, self._decoder.generation, call)
+        prepared = collect("text", [text] if one else text, lambda item: self._reader.text_request(item, call))
+        generations = self._runner.answers(prepared, self._runner.generation, call)
         return generations[0] if one else generations
 
     def _defaults(self, given: dict[str, Any]) -> dict[str, Any]:

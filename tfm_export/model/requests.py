@@ -113,7 +113,7 @@ class Prepared:
     text: str | None = None
 
 
-class Encoder:
+class SourceReader:
     """Turns texts and ids into what a bundle's model takes.
 
     Args:

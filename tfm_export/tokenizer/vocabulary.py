@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from tfm_export.bundle import Bundle, SpecialIds
@@ -70,7 +71,7 @@ class VocabularyTokenizer:
     def encode_source(self, text: str) -> list[int]:
         """The ids of a source text, with the end token where the model wants it; see `Tokenizer.encode_source`."""
         if not (ids := self._encode(text, self._source, self._source_ids)):
-            raise RequestError("the text is empty")
+            raise RequestError("the text is empty", "leave empty lines out")
         return [*ids, self._special.eos] if self._special.source_ends_with_eos else ids
 
     def split_source(self, text: str) -> list[str]:
@@ -96,7 +97,8 @@ class VocabularyTokenizer:
         unknown = sorted({token for token in tokens if token not in ids})
         if unknown and self._special.unk is None:
             raise RequestError(
-                f"{text!r} has {side.split} that the model does not know: {' '.join(map(repr, unknown))}"
+                f"{text!r} has {side.split} that the model does not know: {' '.join(map(repr, unknown))}",
+                f"write it with what the model was trained on: {_sample(ids)}",
             )
         unk = -1 if self._special.unk is None else self._special.unk
         return [ids.get(token, unk) for token in tokens]
@@ -108,6 +110,12 @@ class VocabularyTokenizer:
     def target_tokens(self, ids: Sequence[int]) -> list[str]:
         """The token of each target id."""
         return self._target.names(ids)
+
+
+def _sample(tokens: Iterable[str], most: int = 40) -> str:
+    """The first tokens of a vocabulary, for a message."""
+    first = list(islice(tokens, most + 1))
+    return " ".join(first[:most]) + (" ..." if len(first) > most else "")
 
 
 def load(state: dict[str, Any], bundle: Bundle) -> VocabularyTokenizer:

@@ -37,7 +37,7 @@ class AttentionSource(Protocol):
         ...
 
 
-class Decoder:
+class Runner:
     """Runs decoding for a bundle's model.
 
     Args:
