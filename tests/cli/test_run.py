@@ -26,7 +26,7 @@ from tfm_export.cli.progress import Progress
 from tfm_export.cli.run import command, split_arguments
 from tfm_export.decoding import DecodeOptions
 from tfm_export.errors import NumericError
-from tfm_export.model import decoder
+from tfm_export.model import runner
 
 
 def run(*arguments: str | Path, lines: str | bytes | None = None) -> Result:
@@ -82,6 +82,7 @@ def test_a_bad_line_is_told_and_the_others_are_written(tiny_bundle: Path, expect
     assert result.stderr.splitlines() == [
         "line 2: the text is empty",
         "line 3: 'b4d' has characters that the model does not know: '4'",
+        "Try: write it with what the model was trained on: <unk> a b c d e f g h i j k l m n o p q r s t u v w x y z '",
         "line 4: the text is not UTF-8: byte 0xff at place 0",
         "3 of 5 lines could not be decoded",
     ]
@@ -91,14 +92,14 @@ def test_a_bad_line_is_told_and_the_others_are_written(tiny_bundle: Path, expect
 def test_one_sentences_bad_numbers_do_not_lose_the_others(
     tiny_bundle: Path, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate = decoder.generate
+    generate = runner.generate
 
     def overflowing(model: object, requests: Sequence[Any], *rest: Any) -> Any:
         if any(request.source[0] == 4 for request in requests):  # "a"
             raise NumericError("not finite")
         return generate(model, requests, *rest)
 
-    monkeypatch.setattr(decoder, "generate", overflowing)
+    monkeypatch.setattr(runner, "generate", overflowing)
     result = run(tiny_bundle, "hello", "a", "zz")
     assert result.stdout.splitlines() == [expected["hello"], expected["zz"]]
     assert result.stderr.splitlines() == ["line 2: not finite", "1 of 3 lines could not be decoded"]

@@ -71,7 +71,7 @@ class VocabularyTokenizer:
     def encode_source(self, text: str) -> list[int]:
         """The ids of a source text, with the end token where the model wants it; see `Tokenizer.encode_source`."""
         if not (ids := self._encode(text, self._source, self._source_ids)):
-            raise RequestError("the text is empty", "leave empty lines out")
+            raise RequestError("the text is empty")
         return [*ids, self._special.eos] if self._special.source_ends_with_eos else ids
 
     def split_source(self, text: str) -> list[str]:
