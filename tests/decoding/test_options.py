@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 from typing import Any
 
@@ -25,9 +26,17 @@ REFUSED: dict[str, dict[str, Any]] = {
     "sampling_topk must be at least 0": {"sampling_topk": -1},
     "sampling_temperature must be at least 0": {"sampling_temperature": -1, "sampling_topk": 0},
     "seed must be at least 0": {"seed": -1, "sampling_topk": 0},
-    "patience must be above 0": {"patience": 0.0, "beam_size": 2},
+    "patience must be above 0, found 0.0": {"patience": 0.0, "beam_size": 2},
     "repetition_penalty must be above 0": {"repetition_penalty": 0.0},
-    "length_penalty must be a finite number": {"length_penalty": float("inf")},
+    "length_penalty must be from -50 to 50, found inf": {"length_penalty": float("inf")},
+    "length_penalty must be from -50 to 50, found nan": {"length_penalty": float("nan")},
+    "length_penalty must be from -50 to 50, found 1000": {"length_penalty": 1000},
+    "beam_size must be at most 2147483647": {"beam_size": 10**20},
+    "max_batch_size must be at most 2147483647": {"max_batch_size": 10**20},
+    "no_repeat_ngram_size must be at most 2147483647": {"no_repeat_ngram_size": 10**20},
+    "seed must be at most 9223372036854775807": {"seed": 2**63, "sampling_topk": 0},
+    "patience must be above 0, found nan": {"patience": float("nan"), "beam_size": 2},
+    "patience must be above 0, found inf": {"patience": float("inf"), "beam_size": 2},
     "sampling_topp must be above 0 and at most 1": {"sampling_topp": 1.5, "sampling_topk": 0},
     "prefix_bias_beta must be at least 0 and below 1": {"prefix_bias_beta": 1.0},
     "min_alternative_expansion_prob must be from 0 to 1": {
@@ -67,6 +76,20 @@ def test_what_makes_no_sense_is_refused(problem: str) -> None:
         DecodeOptions(**REFUSED[problem])
     assert len(caught.value.problems) == 1
     assert problem in caught.value.problems[0]
+
+
+@pytest.mark.parametrize("length_penalty", [-50, 50])
+@pytest.mark.parametrize("formula", ["with_prefix", "gnmt"])
+def test_the_largest_penalties_rank_the_longest_targets(length_penalty: float, formula: Any) -> None:
+    options = DecodeOptions(length_penalty=length_penalty, length_formula=formula)
+    divisors = [options.divisor(length, 0) for length in (1, 2**20)]
+    assert all(0 < 1e6 / divisor < math.inf for divisor in divisors)
+    assert (divisors[0] < divisors[1]) == (length_penalty > 0)
+
+
+def test_any_patience_is_a_number_of_hypotheses() -> None:
+    assert DecodeOptions(patience=1e308, beam_size=2).enough > 10**9
+    assert DecodeOptions(patience=1e-308, beam_size=2).enough == 1
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:

@@ -27,6 +27,19 @@ def test_temperature_sharpens() -> None:
     assert frequencies(options, [0.5, 0.3, 0.2]) == pytest.approx((expected / expected.sum()).tolist(), abs=0.03)
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-300, 5e-324])
+def test_a_temperature_near_0_takes_the_best(temperature: float) -> None:
+    options = DecodeOptions(sampling_topk=0, sampling_temperature=temperature)
+    assert frequencies(options, [0.3, 0.5, 0.2], draws=50) == [0, 1, 0]
+    values = np.array([-np.inf, -3.0, -1.0])
+    assert sample(values, np.array([5, 4, 3]), options, generator(1, 0)) == 2
+
+
+def test_the_largest_seed_draws() -> None:
+    options = DecodeOptions(sampling_topk=0, seed=2**63 - 1)
+    assert generate(FakeModel(random_table(9), 9), [(5,)], options, SPECIAL)[0].hypotheses[0].tokens
+
+
 @pytest.mark.parametrize(("topp", "kept"), [(0.45, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.85, 3), (1.0, 4)])
 def test_topp_keeps_the_fewest_that_reach_it(topp: float, kept: int) -> None:
     found = frequencies(DecodeOptions(sampling_topk=0, sampling_topp=topp), [0.5, 0.3, 0.15, 0.05])

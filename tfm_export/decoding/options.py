@@ -173,7 +173,7 @@ class DecodeOptions:
     @property
     def enough(self) -> int:
         """The finished hypotheses at which CTranslate2's stop rule ends a search."""
-        return max(math.floor(self.beam_size * self.patience + 0.5), 1)
+        return max(math.floor(min(MOST_OTHERWISE, self.beam_size * self.patience + 0.5)), 1)
 
     @property
     def samples(self) -> bool:
@@ -205,6 +205,9 @@ class DecodeOptions:
 
 LEAST = {"beam_size": 1, "num_hypotheses": 1, "max_batch_size": 1, "no_repeat_ngram_size": 0, "sampling_topk": 0}
 LEAST |= {"min_decoding_length": 0, "max_decoding_length": 1, "sampling_temperature": 0, "seed": 0}
+MOST = {"seed": 2**63 - 1}  # of any other integer:
+MOST_OTHERWISE = 2**31 - 1
+MOST_PENALTY = 50.0  # no length's power of it overflows, and none vanishes
 CHOICES: dict[str, tuple[object, ...]] = {
     "compatibility": COMPATIBILITIES,
     "batch_type": BATCH_TYPES,
@@ -231,13 +234,15 @@ def _out_of_range(o: DecodeOptions) -> Iterator[str]:
         value = getattr(o, name)
         if value is not None and not value >= least:
             yield f"{name} must be at least {least}, found {value}"
+        if isinstance(value, numbers.Integral) and value > (most := MOST.get(name, MOST_OTHERWISE)):
+            yield f"{name} must be at most {most}, found {value}"
     for name, allowed in CHOICES.items():
         if getattr(o, name) not in allowed:
             yield f"{name} must be one of {', '.join(map(repr, allowed))}, found {getattr(o, name)!r}"
     within = {
         "patience": (0 < o.patience < math.inf, "above 0"),
         "repetition_penalty": (0 < o.repetition_penalty < math.inf, "above 0"),
-        "length_penalty": (math.isfinite(o.length_penalty), "a finite number"),
+        "length_penalty": (abs(o.length_penalty) <= MOST_PENALTY, f"from {-MOST_PENALTY:g} to {MOST_PENALTY:g}"),
         "coverage_penalty": (math.isfinite(o.coverage_penalty), "a finite number"),
         "sampling_topp": (0 < o.sampling_topp <= 1, "above 0 and at most 1"),
         "prefix_bias_beta": (0 <= o.prefix_bias_beta < 1, "at least 0 and below 1"),

@@ -31,8 +31,9 @@ def sample(values: Doubles, ids: Ids, options: DecodeOptions, random: Generator)
         The place of the token in `ids`.
     """
     order = np.argsort(ids, kind="stable")
-    scaled = values[order].astype(np.float64) / options.sampling_temperature
-    weights = np.exp(scaled - scaled.max())
+    below_best = values[order].astype(np.float64) - values.max()
+    with np.errstate(over="ignore"):  # at a temperature near 0 all but the best go to minus infinity, as they should
+        weights = np.exp(below_best / options.sampling_temperature)
     if options.sampling_topp < 1:
         weights = np.where(_nucleus(weights, options.sampling_topp), weights, 0.0)
     sums = np.cumsum(weights)
