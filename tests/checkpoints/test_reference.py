@@ -139,11 +139,58 @@ def test_every_problem_of_the_weights_is_named(altered: Callable[..., Path]) -> 
         (lambda s: s["vocabularies"][0]["tokens"].pop(), "source vocabulary has"),
         (lambda s: s["vocabularies"].__setitem__(1, None), "one side only"),
         (lambda s: s["generation"].update(max_length=1000), "max_length 1000"),
+        (lambda s: s["generation"].update(beam_size=0), "generation beam_size must be at least 1"),
+        (lambda s: s["generation"].update(length_penalty=float("nan")), "generation length_penalty must be"),
+        (lambda s: s.update(training=[]), "training must be a dictionary"),
+        (lambda s: s.update(training={"loss": torch.ones(1)}), "training must hold what JSON can"),
+        (lambda s: s.update(training={"name": "\ud800"}), "training must hold what JSON can"),
+        (lambda s: s["vocabularies"][1]["tokens"].__setitem__(5, 5), "target tokens must be strings, found 5"),
+        (lambda s: s["vocabularies"][0]["tokens"].__setitem__(5, "\ud800"), "source tokens must be strings"),
     ],
 )
 def test_what_does_not_fit_is_refused(altered: Callable[..., Path], change: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(altered(change))
+
+
+@pytest.mark.parametrize("part", ["config", "special_ids", "generation"])
+@pytest.mark.parametrize("value", [None, "1", [], torch.tensor(1), b"x"], ids=repr)
+def test_values_of_another_type_are_all_named(altered: Callable[..., Path], part: str, value: Any) -> None:
+    names = list(torch.load(altered(lambda _: None), weights_only=True)[part])
+
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(altered(lambda state: state[part].update(dict.fromkeys(names, value))))
+    accepted = {"activation"} if isinstance(value, str) else set()
+    for name in {*names} - accepted:
+        assert f"{part} {name} must be" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["", 0, 1.0])
+def test_switches_are_true_or_false(altered: Callable[..., Path], value: Any) -> None:
+    with pytest.raises(CheckpointError, match="config norm_first must be true or false"):
+        read_checkpoint(altered(lambda state: state["config"].update(norm_first=value)))
+
+
+FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "int64": torch.Tensor.long,
+    "complex64": lambda w: w.to(torch.complex64),
+    "float8_e4m3fn": lambda w: w.to(torch.float8_e4m3fn),
+    "qint8": lambda w: torch.quantize_per_tensor(w, 0.1, 0, torch.qint8),
+    "float32 sparse_coo": torch.Tensor.to_sparse,
+    "float32 sparse_csr": torch.Tensor.to_sparse_csr,
+    "float32 without data": lambda w: w.to("meta"),
+    "not finite numbers in float32": lambda w: w.double() * 1e300,
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's, of forms that it will drop
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_must_be_dense_floats(altered: Callable[..., Path], form: str) -> None:
+    name = "projection.weight"
+
+    with pytest.raises(CheckpointError, match=form) as caught:
+        read_checkpoint(altered(lambda state: state["weights"].update({name: FORMS[form](state["weights"][name])})))
+    assert name in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +199,9 @@ def test_what_does_not_fit_is_refused(altered: Callable[..., Path], change: Any,
         {"source_vocabulary_size": 10**12},
         {"d_model": 2**20, "heads": 1},
         {"d_ff": 10**13},
+        {"d_ff": 2**62},
+        {"d_ff": 2**80},
+        {"d_model": 2**40, "heads": 1},
         {"encoder_layers": 10**9},
         {"max_length": 10**12},
     ],

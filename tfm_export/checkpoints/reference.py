@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,28 @@ import torch
 from torch import Tensor
 
 from reference_model import Checkpoint, Transformer, TransformerConfig, Vocabulary
+from reference_model import checkpoint as reference_checkpoint
 from reference_model.checkpoint import FORMAT, checkpoint_from_state
 from tfm_export.bundle import GenerationDefaults, SpecialIds
 from tfm_export.checkpoints.source_model import SourceModel
-from tfm_export.errors import CheckpointError
+from tfm_export.decoding import DecodeOptions
+from tfm_export.errors import CheckpointError, RequestError
 
 # A configuration may ask for a position table of any size, which is not in the file: 2^20 rows are beyond any use.
 MOST_POSITIONS = 2**20
+# The parts of a checkpoint that are plain values, each with what it becomes.
+RECORDS = {
+    "config": TransformerConfig,
+    "special_ids": reference_checkpoint.SpecialIds,
+    "generation": reference_checkpoint.GenerationDefaults,
+}
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "an integer"),
+    "float": ((int, float), "a number"),
+    "bool": ((bool,), "true or false"),
+    "str": ((str,), "a string"),
+}
+WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def recognises(state: Any) -> bool:
@@ -32,6 +48,8 @@ def read(state: dict[str, Any], path: Path) -> SourceModel:
         CheckpointError: naming all that does not fit.
     """
     try:
+        if problems := [*_value_problems(state)]:
+            raise CheckpointError([f"{path}: {problem}" for problem in problems], "save the whole model again")
         config, weights = TransformerConfig(**state["config"]), state["weights"]
         problems = _weight_problems(config, weights)
         checkpoint = None if problems else checkpoint_from_state(state)
@@ -56,6 +74,30 @@ def read(state: dict[str, Any], path: Path) -> SourceModel:
     )
 
 
+def _value_problems(state: dict[str, Any]) -> Iterator[str]:
+    """Values of another type than a checkpoint has: a number in quotes, or a tensor, may pass for what it is not."""
+    for part, record in RECORDS.items():
+        for field in fields(record):
+            kinds, expected = KINDS[str(field.type)]
+            value = state[part].get(field.name, None if field.default is MISSING else field.default)
+            if not isinstance(value, kinds) or isinstance(value, bool) != (kinds == (bool,)):
+                yield f"{part} {field.name} must be {expected}, found {value!r}"
+    try:
+        json.dumps(state["training"], ensure_ascii=False).encode()
+    except (TypeError, ValueError) as problem:
+        yield f"training must hold what JSON can: {problem}"
+    if not isinstance(state["training"], dict):
+        yield f"training must be a dictionary, found {state['training']!r}"
+    for side, vocabulary in zip(("source", "target"), state["vocabularies"], strict=True):
+        wrong = [token for token in vocabulary["tokens"] if not _is_text(token)] if vocabulary else []
+        yield from (f"{side} tokens must be strings, found {token!r}" for token in wrong)
+
+
+def _is_text(token: Any) -> bool:
+    """Whether it is a string without lone surrogates, which no file can hold."""
+    return isinstance(token, str) and token.encode(errors="ignore").decode() == token
+
+
 def _weight_problems(config: TransformerConfig, weights: Any) -> list[str]:
     """Compare the weights with the configuration without allocating what the configuration asks for."""
     if not isinstance(weights, dict) or not all(isinstance(w, Tensor) for w in weights.values()):
@@ -64,17 +106,26 @@ def _weight_problems(config: TransformerConfig, weights: Any) -> list[str]:
         return [f"its configuration has more layers than the file has tensors ({len(weights)})"]
     if config.max_length > MOST_POSITIONS:
         return [f"max_length {config.max_length} is more than {MOST_POSITIONS}"]
-    with torch.device("meta"):
-        expected = {name: tuple(w.shape) for name, w in Transformer(config).state_dict().items()}
+    try:
+        with torch.device("meta"):
+            expected = {name: tuple(w.shape) for name, w in Transformer(config).state_dict().items()}
+    except RuntimeError as problem:
+        return [f"its configuration has sizes that no memory holds: {problem}"]
     problems = [f"missing: {name} {list(expected[name])}" for name in expected if name not in weights]
     problems += [f"unexpected: {name} {list(w.shape)}" for name, w in weights.items() if name not in expected]
     for name, weight in weights.items():
         if name in expected and tuple(weight.shape) != expected[name]:
             problems.append(f"{name}: expected shape {list(expected[name])}, found {list(weight.shape)}")
-        elif not weight.isfinite().all():
-            count = int((~weight.isfinite()).sum())
-            problems.append(f"{name}: {count} of {weight.numel()} weights are not finite numbers")
+        elif weight.layout != torch.strided or weight.dtype not in WEIGHT_TYPES or weight.is_meta:
+            problems.append(f"{name}: expected dense floating-point numbers, found {_form(weight)}")
+        elif count := int((~weight.float().isfinite()).sum()):
+            problems.append(f"{name}: {count} of {weight.numel()} weights are not finite numbers in float32")
     return problems
+
+
+def _form(weight: Tensor) -> str:
+    names = [str(weight.dtype), *([] if weight.layout == torch.strided else [str(weight.layout)])]
+    return " ".join(name.removeprefix("torch.") for name in names) + (" without data" if weight.is_meta else "")
 
 
 def _id_problems(checkpoint: Checkpoint) -> list[str]:
@@ -97,6 +148,11 @@ def _id_problems(checkpoint: Checkpoint) -> list[str]:
             f"generation max_length {checkpoint.generation.max_length} is not in 1..{config.max_length}, "
             "the length of the position table"
         )
+    try:
+        generation = checkpoint.generation
+        DecodeOptions(beam_size=generation.beam_size, length_penalty=generation.length_penalty)
+    except RequestError as error:
+        problems += [f"generation {problem}" for problem in error.problems]
     return problems
 
 

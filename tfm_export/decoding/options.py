@@ -234,7 +234,7 @@ def _out_of_range(o: DecodeOptions) -> Iterator[str]:
         value = getattr(o, name)
         if value is not None and not value >= least:
             yield f"{name} must be at least {least}, found {value}"
-        if isinstance(value, numbers.Integral) and value > (most := MOST.get(name, MOST_OTHERWISE)):
+        if isinstance(value, numbers.Integral) and int(value) > (most := MOST.get(name, MOST_OTHERWISE)):
             yield f"{name} must be at most {most}, found {value}"
     for name, allowed in CHOICES.items():
         if getattr(o, name) not in allowed:
