@@ -31,7 +31,7 @@ format: $(INSTALLED) ## Format the code and mend what the linter can
 	@$(BIN)/ruff check --fix .
 
 bench: $(INSTALLED) ## Measure whole generations beside CTranslate2 and PyTorch, ten minutes
-	@$(BIN)/python -m benchmarks.generation
+	@$(BIN)/python -m benchmarks.generation --beams 1 4
 
 docs: $(INSTALLED) ## Write docs/cli.md anew from the command line's help
 	@$(BIN)/python -m tfm_export.cli.reference docs/cli.md

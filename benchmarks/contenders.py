@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -120,8 +119,13 @@ CONTENDERS: dict[str, tuple[Callable[[Path, int], Contender], dict[str, str]]] =
 
 
 def peak_megabytes() -> float:
-    """The largest resident set that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """The largest resident set of this process so far, in MB of 2^20 bytes.
+
+    Not getrusage's: that one begins with the parent's, which may have exported a model.
+    """
+    with open("/proc/self/status", encoding="utf-8") as file:
+        (peak,) = (int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+    return peak / 1024
 
 
 def serve(name: str, folder: Path, threads: int) -> None:
