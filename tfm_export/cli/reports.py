@@ -12,6 +12,8 @@ from tfm_export.bundle import Bundle
 if TYPE_CHECKING:
     from tfm_export.verify import GenerationComparison, ParityReport
 
+WIDEST_RULE = 60  # the rule below a table's head; one long cell in the last column must not draw it across the screen
+
 
 def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
     """Rows as aligned columns.
@@ -21,13 +23,14 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
         right: columns to align to the right.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    rules = ["-" * min(width, WIDEST_RULE) for width in widths]
     lines = [
         "  ".join(
             cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     ]
-    return "\n".join(line.rstrip() for line in [lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+    return "\n".join(line.rstrip() for line in [lines[0], "  ".join(rules), *lines[1:]])
 
 
 def size_text(size: int) -> str:
