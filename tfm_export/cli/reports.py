@@ -23,7 +23,7 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
         right: columns to align to the right.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    rules = ["-" * min(width, WIDEST_RULE) for width in widths]
+    rules = [("-" * min(width, WIDEST_RULE)).ljust(width) for width in widths]
     lines = [
         "  ".join(
             cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
