@@ -112,6 +112,41 @@ def test_what_is_not_a_bundle_is_never_replaced(tmp_path: Path, kind: str) -> No
         check_target(path, force=True)
 
 
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("path", ["file/b", "file/deep/b", "x" * 300, "x" * 300 + "/b"])
+def test_a_place_where_no_folder_can_be_is_told(tmp_path: Path, path: str, force: bool) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(BundleError, match=r"is not a folder|File name too long"):
+        check_target(tmp_path / path, force=force)
+
+
+def test_a_device_is_never_replaced() -> None:
+    with pytest.raises(BundleError, match="/dev/null exists and is not a bundle"):
+        check_target(Path("/dev/null"), force=True)
+
+
+def test_force_does_not_take_away_what_the_bundle_is_made_from(tmp_path: Path) -> None:
+    make_bundle(tmp_path / "b")
+    (tmp_path / "b" / "model.pt").write_text("weeks of training")
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    for path in (tmp_path / "b", tmp_path / "link"):
+        with pytest.raises(BundleError, match=r"model\.pt lies in .*, and would be replaced with it"):
+            check_target(path, force=True, inputs=[tmp_path / "elsewhere", tmp_path / "b" / "model.pt"])
+    check_target(tmp_path / "b", force=True, inputs=[tmp_path / "b.pt"])
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_to_a_bundle_stays_a_link(tmp_path: Path, exists: bool) -> None:
+    if exists:
+        make_bundle(tmp_path / "versions" / "1", "old")
+    (tmp_path / "current").symlink_to(tmp_path / "versions" / "1")
+    with new_bundle(tmp_path / "current", MANIFEST, force=True) as bundle:
+        (bundle.path / "golden.jsonl").write_text("new")
+    assert (tmp_path / "current").is_symlink()
+    assert (tmp_path / "versions" / "1" / "golden.jsonl").read_text() == "new"
+    assert leftovers(tmp_path / "versions") == ["1"]
+
+
 def test_a_second_writer_that_was_faster_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="exists"), new_bundle(tmp_path / "b", MANIFEST, force=False):
         make_bundle(tmp_path / "b", "the faster one's")

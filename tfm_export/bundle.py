@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -273,23 +273,35 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-def check_target(path: Path, *, force: bool) -> None:
+def check_target(path: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
     """Make sure that a new bundle may be written to `path`; called before any work is done.
+
+    Args:
+        path: where the bundle will be.
+        force: replace a bundle that is there.
+        inputs: what it is made from, which must not go with the bundle that is replaced.
 
     Raises:
         BundleError: something is there and may not be overwritten, or the folder around it cannot be written to.
     """
-    if path.exists() and not force:
-        raise BundleError(f"{path} exists", "--force to replace it, or another folder with -o")
-    if path.exists() and not (path / MANIFEST).is_file() and (path.is_file() or any(path.iterdir())):
-        raise BundleError(
-            f"{path} exists and is not a bundle: it is not replaced even with --force", "another folder with -o"
-        )
+    hint = "another folder with -o"
+    try:
+        exists = path.exists()
+    except OSError as problem:
+        raise BundleError(f"{path} cannot be written: {problem.strerror}", hint) from problem
+    if exists and not force:
+        raise BundleError(f"{path} exists", f"--force to replace it, or {hint}")
+    if exists and not (path / MANIFEST).is_file() and (not path.is_dir() or any(path.iterdir())):
+        raise BundleError(f"{path} exists and is not a bundle: it is not replaced even with --force", hint)
+    if lost := [str(file) for file in inputs if file.resolve().is_relative_to(path.resolve())]:
+        raise BundleError([f"{file} lies in {path}, and would be replaced with it" for file in lost], hint)
     parent = path.resolve().parent
-    while not parent.exists():
+    while not os.path.lexists(parent):
         parent = parent.parent
+    if not parent.is_dir():
+        raise BundleError(f"{parent} is not a folder", hint)
     if not os.access(parent, os.W_OK):
-        raise BundleError(f"{parent} cannot be written to", "another folder with -o")
+        raise BundleError(f"{parent} cannot be written to", hint)
 
 
 @contextmanager
@@ -305,8 +317,9 @@ def new_bundle(path: Path, manifest: Manifest, *, force: bool) -> Iterator[Bundl
         BundleError: see `check_target`; or the disk is full.
     """
     check_target(path, force=force)
+    path = path.resolve()  # a link stays, and what it points to is replaced
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=path.resolve().parent, prefix=f".{path.name}."))
+    staging = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
         bundle = Bundle(staging, manifest)
         yield bundle

@@ -196,3 +196,20 @@ def test_verify_finds_a_bundle_of_another_model(invoke: Invoke, tiny_bundle: Pat
     result = invoke("verify", tmp_path / "b", "--json")
     assert result.exit_code == 3
     assert json.loads(result.stdout)["passed"] is False
+
+
+def test_a_checkpoint_in_the_bundle_is_not_replaced_with_it(
+    invoke: Invoke, tiny_checkpoint: Path, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_bundle, tmp_path / "b")
+    shutil.copy(tiny_checkpoint, tmp_path / "b" / "model.pt")
+    result = invoke("onnx", tmp_path / "b" / "model.pt", "-o", tmp_path / "b", "--force")
+    assert result.exit_code == 1
+    assert "model.pt lies in" in result.stderr
+    assert (tmp_path / "b" / "model.pt").is_file()
+
+
+def test_a_layer_without_attention_is_wrong_usage(invoke: Invoke, tiny_checkpoint: Path) -> None:
+    result = invoke("onnx", tiny_checkpoint, "--attention-layer", "0")
+    assert result.exit_code == 2
+    assert "--attention-layer has no effect without --attention" in result.stderr

@@ -36,9 +36,7 @@ from tfm_export.extras import require, require_onnxruntime
 @click.option(
     "--attention-layer",
     type=int,
-    default=-1,
-    show_default=True,
-    help="The decoder layer whose cross-attention --attention gives; negative counts from the last.",
+    help="The decoder layer whose cross-attention --attention gives; negative counts from the last.  [default: -1]",
 )
 @click.option("--no-verify", is_flag=True, help="Do not compare with PyTorch.")
 @force_option
@@ -50,7 +48,7 @@ def command(
     max_source_length: int | None,
     max_target_length: int | None,
     attention: bool,
-    attention_layer: int,
+    attention_layer: int | None,
     no_verify: bool,
     force: bool,
     as_json: bool,
@@ -63,7 +61,9 @@ def command(
 
     Ends with exit code 3, and leaves no bundle, if the graphs do not give what PyTorch gives.
     """
-    check_target(output, force=force)
+    if attention_layer is not None and not attention:
+        raise click.UsageError("--attention-layer has no effect without --attention")
+    check_target(output, force=force, inputs=[checkpoint, *([] if inputs is None else [Path(inputs.name)])])
     for module in ("torch", "onnx", "onnxscript"):
         require(module, extra="export")
     require_onnxruntime()
@@ -76,7 +76,7 @@ def command(
             inputs=None if inputs is None else read_texts(inputs),
             max_source_length=max_source_length,
             max_target_length=max_target_length,
-            attention_layer=attention_layer if attention else None,
+            attention_layer=(-1 if attention_layer is None else attention_layer) if attention else None,
             verify=not no_verify,
             force=force,
             progress=stopwatch.begin,

@@ -67,7 +67,7 @@ def export_bundle(
         ParityError: the graphs do not give what PyTorch gives; no bundle is left.
     """
     path = Path(path)
-    check_target(path, force=force)
+    check_target(path, force=force, inputs=[Path(checkpoint)])
     progress(f"reading {checkpoint}")
     source = read_checkpoint(checkpoint)
     limits = _limits(source, max_source_length, max_target_length)
