@@ -54,11 +54,12 @@ def test_any_other_exception_keeps_its_traceback() -> None:
     assert isinstance(result.exception, ZeroDivisionError)
 
 
-def test_a_full_disk_is_told_and_other_errors_of_the_system_keep_their_traceback() -> None:
-    result = CliRunner().invoke(group_that_raises(OSError(errno.ENOSPC, "No space left on device")), ["fail"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_told_and_other_errors_of_the_system_keep_their_traceback(number: int) -> None:
+    result = CliRunner().invoke(group_that_raises(OSError(number, os.strerror(number))), ["fail"])
     assert result.exit_code == 1
     assert result.stderr == (
-        "Error: the output could not be written: No space left on device\nTry: make room on the disk\n"
+        f"Error: the output could not be written: {os.strerror(number)}\nTry: make room on the disk\n"
     )
     result = CliRunner().invoke(group_that_raises(OSError(errno.EIO, "Input/output error")), ["fail"])
     assert isinstance(result.exception, OSError)
@@ -98,6 +99,14 @@ def test_ctrl_c_ends_a_command_at_work_with_130() -> None:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (130, "\n")
+
+
+def test_output_is_utf8_whatever_the_locale_says(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    command = [str(SCRIPT), "inspect", str(tmp_path / "二")]
+    result = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert result.returncode == 1
+    assert "二 is not a bundle" in result.stderr.decode()
 
 
 def test_a_reader_that_goes_away_ends_a_command_quietly(tiny_bundle: Path) -> None:

@@ -6,6 +6,9 @@ import io
 import json
 import os
 import shutil
+import stat
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -295,6 +298,58 @@ def test_what_is_done_is_kept_when_the_work_is_cut_short(
     with pytest.raises(ZeroDivisionError), output_file(path):
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []  # nothing was done
+
+
+def test_an_output_that_is_no_file_is_written_to_as_it_stands(tiny_bundle: Path, tmp_path: Path) -> None:
+    null = tmp_path / "null"
+    os.mkfifo(null)
+    reader = os.open(null, os.O_RDONLY | os.O_NONBLOCK)
+    for force in ([], ["--force"]):
+        assert run(tiny_bundle, "zz", "-o", null, *force).exit_code == 0
+    assert len(os.read(reader, 10_000).splitlines()) == 2
+    os.close(reader)
+    assert stat.S_ISFIFO(null.stat().st_mode)
+    assert not partial_path(null).exists()
+
+
+def test_an_output_that_is_a_link_stays_one(tiny_bundle: Path, tmp_path: Path, expected: dict[str, str]) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "out.txt").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "data" / "out.txt")
+    assert run(tiny_bundle, "zz", "-o", tmp_path / "link", "--force").exit_code == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "data" / "out.txt").read_text() == expected["zz"] + "\n"
+
+
+def test_an_input_is_not_written_over(tiny_bundle: Path, tmp_path: Path) -> None:
+    path = tmp_path / "out.txt"
+    partial_path(path).write_text("hello\n")
+    result = run(tiny_bundle, "--inputs", partial_path(path), "-o", path, "--force")
+    assert result.exit_code == 1
+    assert "is read, and would be written to" in result.stderr
+    assert partial_path(path).read_text() == "hello\n"
+
+
+def test_texts_and_numbers_of_any_length(tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_bundle, "tfm_bundle")
+    long = run("a" * 5000)  # too long for a file's name
+    assert long.exit_code == 1
+    assert "the source has 5001 tokens" in long.stderr
+    result = run("--ids", lines="1" * 5000 + "\n-" + "1" * 5000 + "\n1 2\n")
+    assert (result.exit_code, len(result.stdout.splitlines())) == (1, 1)
+    assert "2 of 3 lines could not be decoded" in result.stderr
+    result = run("zz", "-o", tmp_path / ("x" * 250))
+    assert result.exit_code == 1
+    assert "cannot be written: File name too long" in result.stderr
+
+
+def test_streams_that_the_shell_closed_are_told(tiny_bundle: Path) -> None:
+    for closed, message in (("<&-", "standard input is closed"), (">&- </dev/null", "standard output is closed")):
+        command = f"{sys.executable} -m tfm_export.cli run {tiny_bundle} {closed}"
+        result = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+        assert result.returncode == 1
+        assert result.stderr.startswith(f"Error: {message}")
 
 
 class Terminal(io.StringIO):

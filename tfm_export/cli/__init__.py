@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
+import sys
 from typing import Any
 
 import click
@@ -54,7 +56,7 @@ class CommandGroup(click.Group):
             print_error(error)
             ctx.exit(error.exit_code)
         except OSError as problem:
-            if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if problem.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             print_error(RequestError(f"the output could not be written: {problem.strerror}", "make room on the disk"))
             ctx.exit(RequestError.exit_code)
@@ -85,4 +87,7 @@ def cli() -> None:
 
 def main() -> None:
     """The entry point of the `tfm-export` script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None where it is closed
+            stream.reconfigure(encoding="utf-8")  # as files are, whatever the locale says
     cli(prog_name="tfm-export")

@@ -34,13 +34,14 @@ def refuse_to_replace(*paths: Path | None, force: bool) -> None:
     Raises:
         RequestError: naming the files that are there already.
     """
-    found = [path for path in paths if path is not None and path.exists() and not force]
+    found = [path for path in paths if path is not None and os.path.isfile(path) and not force]
     if found:
         raise RequestError([f"{path} exists already" for path in found], "--force to replace it")
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file is written until it is whole."""
+    """Where a file is written until it is whole; beside the file itself where `path` is a link to it."""
+    path = path.resolve() if path.is_symlink() else path
     return path.with_name(path.name + ".partial")
 
 
@@ -48,7 +49,8 @@ def partial_path(path: Path) -> Path:
 def output_file(path: Path | None) -> Iterator[TextIO]:
     """A file to write lines to: standard output, or a path at which the file appears once it is whole.
 
-    Until then it is `partial_path`, which stays, with the lines that are done, if the work is cut short.
+    Until then it is `partial_path`, which stays, with the lines that are done, if the work is cut short. What is not a
+    file, such as a pipe or /dev/null, is written to as it stands.
 
     Raises:
         RequestError: the file cannot be written.
@@ -56,11 +58,16 @@ def output_file(path: Path | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
-    partial = partial_path(path)
+    special = os.path.exists(path) and not os.path.isfile(path)
+    partial = path if special else partial_path(path)
     try:
         file = partial.open("w", encoding="utf-8", newline="\n")
     except OSError as problem:
         raise RequestError(f"{partial} cannot be written: {problem.strerror}", "another file with -o") from problem
+    if special:
+        with file:
+            yield file
+        return
     try:
         with file:
             yield file
@@ -70,4 +77,4 @@ def output_file(path: Path | None) -> Iterator[TextIO]:
         else:
             partial.unlink()
         raise
-    partial.replace(path)
+    partial.replace(path.resolve() if path.is_symlink() else path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,7 +166,8 @@ def hypothesis_state(hypothesis: Hypothesis) -> dict[str, Any]:
 
 def parse_ids(line: str) -> list[Any]:
     """The ids of a line; words that are none stay words, for the model to refuse."""
-    return [int(word) if word.removeprefix("-").isdecimal() else word for word in line.split()]
+    most = sys.int_info.default_max_str_digits  # Python takes no longer word for a number
+    return [int(w) if w.removeprefix("-").isdecimal() and len(w) <= most else w for w in line.split()]
 
 
 def draw(path: Path, model: Model, decoded: Decoded, long_source: LongSource, *, ids: bool) -> None:

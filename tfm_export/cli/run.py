@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -95,6 +96,7 @@ def command(
     fields = decoding_fields(decoding, targets_are_ids=ids)
     _check_usage(fields, texts=texts, given=input_file, stream=stream, as_json=as_json, picture=picture)
     refuse_to_replace(output, output and partial_path(output), picture, force=force)
+    _check_streams(output, input_file, needs_input=not texts)
     if picture is not None:
         require("matplotlib", extra="plot")
         fields["return_attention"] = True
@@ -127,9 +129,20 @@ def split_arguments(arguments: Sequence[str], bundle: Path | None) -> tuple[Path
     """Which argument is the bundle, and which are texts."""
     if bundle is not None:
         return bundle, arguments
-    if arguments and (Path(arguments[0]) / MANIFEST).is_file():
+    if arguments and os.path.isfile(Path(arguments[0]) / MANIFEST):  # a text may be too long for a path
         return Path(arguments[0]), arguments[1:]
     return DEFAULT_PATH, arguments
+
+
+def _check_streams(output: Path | None, given: BinaryIO | None, *, needs_input: bool) -> None:
+    """Refuse to write over what is being read, and to use what the shell has closed."""
+    partial = output and partial_path(output)
+    if partial and given and os.path.exists(partial) and os.path.samestat(os.fstat(given.fileno()), partial.stat()):
+        raise RequestError(f"{partial} is read, and would be written to", "another file with -o")
+    if needs_input and given is None and sys.stdin is None:
+        raise RequestError("standard input is closed", "TEXTs, or --inputs FILE")
+    if output is None and sys.stdout is None:
+        raise RequestError("standard output is closed", "-o FILE")
 
 
 def _check_usage(
