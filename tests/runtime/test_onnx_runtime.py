@@ -92,9 +92,10 @@ def test_a_closed_model_lets_batches_end_and_takes_no_new_ones(backends: Backend
         model.encode(*padded([[4, 5, 2]]), capacity=8)
 
 
-def test_threads_are_at_least_one(backends: Backends) -> None:
-    with pytest.raises(RequestError, match="threads must be at least 1, found 0"):
-        OnnxModel(backends.bundle, threads=0)
+@pytest.mark.parametrize("threads", [0, 1025, 10**20])
+def test_threads_are_few_enough_to_start(backends: Backends, threads: int) -> None:
+    with pytest.raises(RequestError, match=f"threads must be from 1 to 1,024, found {threads:,}"):
+        OnnxModel(backends.bundle, threads=threads)
 
 
 @pytest.mark.parametrize("beam_size", [1, 3])

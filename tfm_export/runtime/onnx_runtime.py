@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 onnxruntime = require_onnxruntime()
 _ONNX_TYPES = {"float32": "float"}  # where ONNX Runtime's word for a type is another
+MOST_THREADS = 1024  # ONNX Runtime starts them all, and each session its own
 _BINDINGS = 4  # of different (Q, full) that a batch keeps
 
 
@@ -66,8 +67,8 @@ class OnnxModel:
             BundleError: the bundle has no such variant, or a graph does not load or is not of the expected form.
             RequestError: threads is less than 1.
         """
-        if threads is not None and threads < 1:
-            raise RequestError(f"threads must be at least 1, found {threads}")
+        if threads is not None and not 1 <= threads <= MOST_THREADS:
+            raise RequestError(f"threads must be from 1 to {MOST_THREADS:,}, found {threads:,}")
         folder = bundle.variant_path(variant)
         self.dimensions, self.limits = bundle.manifest.dimensions, bundle.manifest.limits
         self.float_type, self.threads = PRECISIONS[variant].float_type, threads or usable_cpus()
