@@ -17,6 +17,13 @@ REFUSED: dict[str, dict[str, Any]] = {
     "num_hypotheses must be an integer, found None": {"num_hypotheses": None},
     "max_decoding_length must be an integer, found 3.5": {"max_decoding_length": 3.5},
     "length_penalty must be a number, found '1'": {"length_penalty": "1"},
+    "target_prefix must be ids, found [1.5]": {"target_prefix": [1.5]},
+    "target_prefix must be ids, found 5": {"target_prefix": 5},
+    "start_tokens must be ids, found 5": {"start_tokens": 5},
+    "end_token must be ids, found 'x'": {"end_token": "x"},
+    "end_token must be ids, found 1.5": {"end_token": 1.5},
+    "suppress_sequences must be sequences of ids, found [1]": {"suppress_sequences": [1]},
+    "suppress_sequences must be sequences of ids, found 5": {"suppress_sequences": 5},
     "beam_size must be at least 1": {"beam_size": 0},
     "num_hypotheses must be at least 1": {"num_hypotheses": 0},
     "max_batch_size must be at least 1": {"max_batch_size": 0},
@@ -125,6 +132,24 @@ def test_what_the_model_cannot_do_is_refused(problem: str) -> None:
     with pytest.raises(RequestError) as caught:
         generate(FakeModel(random_table()), [(5,)], DecodeOptions(**BEYOND_MODEL[problem]), SPECIAL)
     assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"seed": seed} for seed in (-1, 2**63, 1.5, "1")),
+        *({"deadline": deadline} for deadline in (float("nan"), "1", 10**400)),
+        *({"target_prefix": prefix} for prefix in ([1.5], 5, [[1]], ["A"])),
+    ],
+    ids=str,
+)
+def test_what_a_request_has_of_its_own_is_of_its_type(wrong: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"{next(iter(wrong))} must be"):
+        Request(source=(5,), **wrong)
+
+
+def test_a_deadline_may_never_come() -> None:
+    assert Request(source=(5,), deadline=float("inf")).deadline == float("inf")
 
 
 def test_disable_unk_needs_an_unknown_token() -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from tfm_export.bundle import SpecialIds
+from tfm_export.decoding.result import are_ids
 from tfm_export.errors import RequestError
 
 if TYPE_CHECKING:
@@ -227,6 +228,13 @@ def _wrong_types(o: DecodeOptions) -> Iterator[str]:
         value = getattr(o, field.name)
         if not isinstance(value, kind) and (value is not None or field.default is not None):
             yield f"{field.name} must be {what}, found {value!r}"
+    for name in ("target_prefix", "start_tokens", "end_token"):
+        value = getattr(o, name)
+        if value is not None and not (are_ids(value) or (name == "end_token" and isinstance(value, numbers.Integral))):
+            yield f"{name} must be ids, found {value!r}"
+    sequences: object = o.suppress_sequences
+    if not isinstance(sequences, Iterable) or not all(map(are_ids, sequences)):
+        yield f"suppress_sequences must be sequences of ids, found {sequences!r}"
 
 
 def _out_of_range(o: DecodeOptions) -> Iterator[str]:

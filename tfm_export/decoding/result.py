@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import numbers
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -11,6 +14,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfm_export.decoding.constraints import Constraint
+from tfm_export.errors import RequestError
+
+
+def are_ids(value: object) -> bool:
+    """Whether these are integers; whether a vocabulary has them is for the engine to tell."""
+    return isinstance(value, Iterable) and all(isinstance(i, numbers.Integral) for i in value)
+
+
+def check_deadline(deadline: object) -> None:
+    """Make sure that a deadline is none, or a number of seconds that time can be compared with.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    most = sys.float_info.max
+    if deadline is not None and not (isinstance(deadline, numbers.Real) and (deadline <= most or deadline == math.inf)):
+        raise RequestError(f"deadline must be a number of seconds, found {deadline!r}")
 
 
 class Cancellation(Protocol):
@@ -47,6 +67,9 @@ class Request:
         deadline: seconds from its admission after which it gives what it has.
         cancelled: asked before every step.
         on_tokens: called with the tokens that a step settled; True ends the request there.
+
+    Raises:
+        RequestError: the seed, the deadline or the prefix is not of its type.
     """
 
     source: Sequence[int]
@@ -57,6 +80,14 @@ class Request:
     deadline: float | None = None
     cancelled: Cancellation | None = None
     on_tokens: Callable[[list[SettledToken]], bool | None] | None = None
+
+    def __post_init__(self) -> None:
+        check_deadline(self.deadline)
+        seed: object = self.seed
+        if seed is not None and not (isinstance(seed, numbers.Integral) and 0 <= int(seed) < 2**63):
+            raise RequestError(f"seed must be an integer from 0 to {2**63 - 1}, found {seed!r}")
+        if self.target_prefix is not None and not are_ids(self.target_prefix):
+            raise RequestError(f"target_prefix must be ids, found {self.target_prefix!r}")
 
 
 class Reason(Enum):

@@ -291,7 +291,7 @@ class Model:
             known = self._reader.known_target
             if isinstance(prefix := option_fields.get("target_prefix"), str):
                 option_fields["target_prefix"] = known(prefix)
-            if sequences := option_fields.get("suppress_sequences"):
+            if isinstance(sequences := option_fields.get("suppress_sequences"), Sequence):
                 option_fields["suppress_sequences"] = [known(s) if isinstance(s, str) else s for s in sequences]
             options = DecodeOptions(**self._defaults(option_fields), **option_fields)
         limit = self.step_model.limits.max_target_length

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import Constraint, DecodeOptions, Request, SettledToken
-from tfm_export.decoding.result import Cancellation
+from tfm_export.decoding.result import Cancellation, check_deadline
 from tfm_export.errors import RequestError
 from tfm_export.tokenizer import Tokenizer
 
@@ -85,6 +85,9 @@ class Call:
     deadline: float | None = None
     cancelled: Cancellation | None = None
     begin: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        check_deadline(self.deadline)
 
     def request(self, request: Request) -> Request:
         """A request with the call's cancellation beside its own, and the call's deadline where it has none.
