@@ -14,7 +14,7 @@ from onnx import numpy_helper
 from tests.conftest import build_tiny_model
 from tests.export.conftest import Exported
 from tfm_export import graph
-from tfm_export.export.variant import dimensions_of, write_fp32_variant
+from tfm_export.export.variant import dimensions_of, encoder_model, write_fp32_variant
 
 FILES = (graph.ENCODER, graph.DECODER_STEP)
 
@@ -148,3 +148,10 @@ def test_two_exports_are_the_same_even_from_training_mode(tmp_path: Path) -> Non
 def test_a_small_vocabulary_limits_the_candidates() -> None:
     assert dimensions_of(build_tiny_model(target_vocabulary_size=5)).candidates == 5
     assert dimensions_of(build_tiny_model(target_vocabulary_size=59)).candidates == 16
+
+
+@pytest.mark.parametrize("max_length", [1, 2, 6])
+def test_a_position_table_may_be_shorter_than_the_traced_example(max_length: int) -> None:
+    model = build_tiny_model(max_length=max_length, encoder_layers=1, decoder_layers=1)
+    encoder = encoder_model(model, dimensions_of(model))  # which raises if an axis is not as in the table
+    assert [value.name for value in encoder.graph.inputs] == ["source_ids", "source_mask"]

@@ -35,7 +35,8 @@ def dimensions_of(model: Transformer) -> Dimensions:
 def encoder_model(model: Transformer, dimensions: Dimensions) -> ir.Model:
     """encoder.onnx, in memory."""
     batch, source = Dim("batch"), Dim("source")
-    example = (torch.zeros(2, 7, dtype=torch.long), torch.ones(2, 7, dtype=torch.bool))
+    shape = (2, max(min(7, model.config.max_length), 2))  # no longer than the position table; an axis of 1 stays 1
+    example = (torch.zeros(shape, dtype=torch.long), torch.ones(shape, dtype=torch.bool))
     return export_module(
         EncoderGraph(model),
         example,
