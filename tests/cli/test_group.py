@@ -109,6 +109,30 @@ def test_output_is_utf8_whatever_the_locale_says(tmp_path: Path) -> None:
     assert "二 is not a bundle" in result.stderr.decode()
 
 
+def test_a_terminated_command_cleans_up_and_ends_with_143() -> None:
+    code = """
+import time
+from tfm_export import cli
+
+def work(prog_name):
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        print("cleaned up", flush=True)
+
+cli.cli = work
+cli.main()
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.terminate()
+        output, errors = process.communicate(timeout=30)
+    assert (process.returncode, output, errors) == (143, "cleaned up\n", "")
+
+
 def test_a_reader_that_goes_away_ends_a_command_quietly(tiny_bundle: Path) -> None:
     process = subprocess.Popen(
         [str(SCRIPT), "inspect", str(tiny_bundle)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -10,6 +10,7 @@ import errno
 import importlib
 import io
 import os
+import signal
 import sys
 from typing import Any
 
@@ -27,6 +28,7 @@ COMMANDS = {
 }
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+TERMINATED = 143  # likewise for SIGTERM
 
 
 class CommandGroup(click.Group):
@@ -90,4 +92,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None where it is closed
             stream.reconfigure(encoding="utf-8")  # as files are, whatever the locale says
+    signal.signal(signal.SIGTERM, _terminate)
     cli(prog_name="tfm-export")
+
+
+def _terminate(_signal: int, _frame: object) -> None:
+    """End as an exception does, so that nothing half-written stays behind."""
+    sys.exit(TERMINATED)
