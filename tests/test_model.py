@@ -286,6 +286,12 @@ def test_texts_without_end_are_decoded_a_window_at_a_time(model: Model) -> None:
     assert [r.hypotheses[0].tokens for r in model.generate_ids_iterable([[4, 2]])] == [model.generate("a").tokens]
 
 
+@pytest.mark.parametrize("settings", [{"on_error": "ignore"}, {"window": 0}, {"window": 1.5}])
+def test_a_stream_of_texts_refuses_settings_that_mean_nothing(model: Model, settings: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(settings))):
+        list(model.generate_iterable(["hello"], **settings))
+
+
 def test_an_error_in_a_stream_of_texts_comes_in_its_place(model: Model) -> None:
     words = ["hello", "", "zz", "b4d"]
     generations = model.generate_iterable(words)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.decoding.fake_model import SPECIAL, FakeModel, random_table
@@ -37,6 +39,12 @@ def test_a_result_scores_what_its_search_said() -> None:
     found = score(model, [s for s, _ in finished], [h.tokens for _, h in finished], SPECIAL)
     for (_, hypothesis), scores in zip(finished, found, strict=True):
         assert hypothesis.log_probs == pytest.approx(scores)
+
+
+@pytest.mark.parametrize("targets", [[5, 5], [[5.5], [4]], [["4"], [4]], [None, [4]]])
+def test_targets_that_are_no_ids_are_refused(targets: Any) -> None:
+    with pytest.raises(RequestError, match="targets must be sequences of ids"):
+        score(FakeModel(random_table()), SOURCES[:2], targets, SPECIAL)
 
 
 def test_all_that_is_wrong_is_told() -> None:

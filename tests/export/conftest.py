@@ -33,11 +33,11 @@ CONFIGURATIONS = {
 FULL_CONFIGURATIONS = {
     "one head": {"heads": 1, "decoder_layers": 1},
     "heads of 7": {"d_model": 42, "heads": 6, "d_ff": 31},
-    "heads of 12, vocabularies of 7 and 3": {
+    "heads of 12, vocabularies of 7 and 5": {
         "d_model": 60,
         "heads": 5,
         "source_vocabulary_size": 7,
-        "target_vocabulary_size": 3,
+        "target_vocabulary_size": 5,
         "encoder_layers": 3,
         "decoder_layers": 1,
     },

@@ -8,6 +8,7 @@ import numpy as np
 
 from tfm_export.bundle import SpecialIds
 from tfm_export.decoding.engine import ids_beyond, source_problems
+from tfm_export.decoding.result import are_ids
 from tfm_export.decoding.rows import LARGEST_STEP, padded
 from tfm_export.errors import RequestError
 from tfm_export.runtime.step_model import Floats, Ids, StepModel
@@ -41,6 +42,17 @@ def score(
     Raises:
         RequestError: a source or a target cannot be served; all that is wrong, before anything is scored.
     """
+    kinds = {"sources": sources, "targets": targets}
+    problems = [
+        f"{name} must be sequences of ids (integers), found {ids!r} at place {number}"
+        for name, sequences in kinds.items()
+        for number, ids in enumerate(sequences)
+        if not are_ids(ids)
+    ]
+    if max_batch_size < 1:
+        problems.append(f"max_batch_size must be at least 1, found {max_batch_size}")
+    if problems:
+        raise RequestError(problems)
     whole = [[*target, *([special.eos] if add_end_token else [])] for target in targets]
     if problems := list(_problems(model, sources, whole)):
         raise RequestError(problems)

@@ -11,6 +11,7 @@ import numpy as np
 
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, Hypothesis, Result, SettledToken, generate, stream
+from tfm_export.decoding.result import are_ids
 from tfm_export.errors import NumericError, RequestError, TfmExportError
 from tfm_export.model.answers import Generation, IdsResult, Piece
 from tfm_export.model.requests import Call, Prepared
@@ -18,6 +19,7 @@ from tfm_export.runtime.step_model import StepModel
 from tfm_export.tokenizer import Tokenizer
 
 OnError = Literal["raise", "yield"]
+ON_ERROR = ("raise", "yield")
 
 # Sources are sorted by length within so many batches.
 BATCHES_AHEAD = 16
@@ -68,6 +70,10 @@ class Runner:
         on_error: OnError,
     ) -> Iterator[AnswerT | TfmExportError]:
         """Decode a window of items at a time; see `Model.generate_iterable`."""
+        if on_error not in ON_ERROR:
+            raise RequestError(f"on_error must be one of {', '.join(ON_ERROR)}, found {on_error!r}")
+        if window is not None and not (are_ids([window]) and window >= 1):
+            raise RequestError(f"window must be an integer of at least 1, found {window!r}")
         batch = call.options.max_batch_size if call.options.batch_type == "examples" else 32
         items = iter(items)
         while some := list(islice(items, window or BATCHES_AHEAD * batch)):
