@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +92,17 @@ def build_tiny_model(seed: int = 0, **fields: Any) -> Transformer:
         model.projection.bias[special.eos] += 3
         model.projection.bias[[special.pad, special.bos, 3]] -= 20  # a trained model gives no pad, start or <unk>
     return model
+
+
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """For models so small a second one only waits for the first, and results are the same each time."""
+    import torch
+
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(usual)
 
 
 @pytest.fixture(scope="session")
