@@ -16,11 +16,12 @@ LAYERS = (
     ("errors",),
     ("extras", "graph", "precision"),
     ("bundle",),
+    ("staging", "graph_files", "engines"),
     ("runtime",),
     ("decoding", "tokenizer"),
     ("model",),
     ("checkpoints",),
-    ("verify",),
+    ("verify", "passes"),
     ("export", "quantize", "trt", "bench"),  # the stages
     ("cli",),
 )
@@ -35,8 +36,8 @@ LIBRARIES = {
     "torch": PYTORCH,
     "reference_model": PYTORCH,
     "onnxscript": {"export"},
-    "onnx_ir": {"export", "quantize"},
-    "onnx": {"export", "quantize", "trt", "verify"},
+    "onnx_ir": {"export", "graph_files", "passes", "quantize", "trt"},
+    "onnx": {"export", "graph_files", "passes", "quantize", "trt", "verify"},
     "onnxruntime": {"runtime", "quantize", "verify"},
     "tensorrt": {"trt", "runtime"},
     "tensorrt_rtx": {"trt", "runtime"},
@@ -44,7 +45,7 @@ LIBRARIES = {
     "cuda": {"trt", "runtime"},
     "click": {"cli"},
     "matplotlib": {"cli"},
-    "numpy": set(RANKS) - {"errors", "extras", "graph", "precision", "bundle"},
+    "numpy": set(RANKS) - {"errors", "extras", "graph", "precision", "bundle", "staging", "engines"},
 }
 STANDARD = sys.stdlib_module_names
 

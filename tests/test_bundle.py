@@ -10,18 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tfm_export.bundle import (
-    Bundle,
-    GenerationDefaults,
-    Limits,
-    Manifest,
-    SpecialIds,
-    check_target,
-    new_bundle,
-    write_text,
-)
+from tfm_export.bundle import Bundle, GenerationDefaults, Limits, Manifest, SpecialIds, write_text
 from tfm_export.errors import BundleError
 from tfm_export.graph import Dimensions
+from tfm_export.staging import check_target, new_bundle
 
 MANIFEST = Manifest(
     dimensions=Dimensions(

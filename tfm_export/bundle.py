@@ -7,8 +7,7 @@
       golden.jsonl      inputs with what PyTorch gave for them
       reports/          what was measured
 
-Nothing half-written is ever seen: a new bundle is made in a sibling folder and renamed, a file that joins an existing
-one is renamed into place before the manifest that names it.
+`tfm_export.staging` writes bundles and adds parts to them.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -271,81 +267,3 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-def check_target(path: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
-    """Make sure that a new bundle may be written to `path`; called before any work is done.
-
-    Args:
-        path: where the bundle will be.
-        force: replace a bundle that is there.
-        inputs: what it is made from, which must not go with the bundle that is replaced.
-
-    Raises:
-        BundleError: something is there and may not be overwritten, or the folder around it cannot be written to.
-    """
-    hint = "another folder with -o"
-    try:
-        exists = path.exists()
-    except OSError as problem:
-        raise BundleError(f"{path} cannot be written: {problem.strerror}", hint) from problem
-    if exists and not force:
-        raise BundleError(f"{path} exists", f"--force to replace it, or {hint}")
-    if exists and not (path / MANIFEST).is_file() and (not path.is_dir() or any(path.iterdir())):
-        raise BundleError(f"{path} exists and is not a bundle: it is not replaced even with --force", hint)
-    if lost := [str(file) for file in inputs if file.resolve().is_relative_to(path.resolve())]:
-        raise BundleError([f"{file} lies in {path}, and would be replaced with it" for file in lost], hint)
-    parent = path.resolve().parent
-    while not os.path.lexists(parent):
-        parent = parent.parent
-    if not parent.is_dir():
-        raise BundleError(f"{parent} is not a folder", hint)
-    if not os.access(parent, os.W_OK):
-        raise BundleError(f"{parent} cannot be written to", hint)
-
-
-@contextmanager
-def new_bundle(path: Path, manifest: Manifest, *, force: bool) -> Iterator[Bundle]:
-    """A bundle to fill, in a sibling folder that takes the place of `path` when the block ends without an error.
-
-    Args:
-        path: where the bundle will be.
-        manifest: what is known of it so far.
-        force: replace a bundle that is there.
-
-    Raises:
-        BundleError: see `check_target`; or the disk is full.
-    """
-    check_target(path, force=force)
-    path = path.resolve()  # a link stays, and what it points to is replaced
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    try:
-        bundle = Bundle(staging, manifest)
-        yield bundle
-        bundle.save()
-        os.chmod(staging, 0o755)
-        _put_in_place(staging, path, force)
-    except OSError as problem:
-        free = shutil.disk_usage(staging.parent).free
-        raise BundleError(
-            f"{path} could not be written: {problem} ({free / 1e6:,.0f} MB free there)",
-            "make room, or use another disk with -o",
-        ) from problem
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _put_in_place(staging: Path, path: Path, force: bool) -> None:
-    check_target(path, force=force)  # somebody else may have been faster
-    if not path.exists():
-        os.rename(staging, path)
-        return
-    old = Path(tempfile.mkdtemp(dir=staging.parent, prefix=f".{path.name}.old."))
-    os.rename(path, old / path.name)
-    try:
-        os.rename(staging, path)
-    except BaseException:
-        os.rename(old / path.name, path)
-        raise
-    shutil.rmtree(old, ignore_errors=True)

@@ -7,12 +7,13 @@ from typing import IO
 
 import click
 
-from tfm_export.bundle import DEFAULT_PATH, check_target
+from tfm_export.bundle import DEFAULT_PATH
 from tfm_export.cli.options import force_option, json_option
 from tfm_export.cli.progress import Stopwatch
 from tfm_export.cli.reports import print_files, print_verdict
 from tfm_export.errors import RequestError
 from tfm_export.extras import require, require_onnxruntime
+from tfm_export.staging import check_target
 
 
 @click.command("onnx")

@@ -10,21 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from tfm_export import graph
-from tfm_export.bundle import (
-    GOLDEN,
-    TOKENIZER,
-    Bundle,
-    Limits,
-    Manifest,
-    check_target,
-    new_bundle,
-    write_text,
-)
+from tfm_export.bundle import GOLDEN, TOKENIZER, Bundle, Limits, Manifest, write_text
 from tfm_export.checkpoints import SourceModel, read_checkpoint
 from tfm_export.errors import ExportError, ParityError, RequestError
 from tfm_export.export.golden import MOST_LINES, GoldenSet, Source, make_golden, real_sources, synthetic_sources
 from tfm_export.export.variant import dimensions_of, write_fp32_variant
 from tfm_export.extras import require_onnxruntime
+from tfm_export.staging import check_target, new_bundle
 from tfm_export.tokenizer import load_tokenizer
 from tfm_export.verify import ParityReport, golden_text, verify_variant, write_reports
 

@@ -12,8 +12,9 @@ from torch.export import Dim
 from reference_model import Transformer
 from tfm_export import graph
 from tfm_export.export.graphs import DecoderStepGraph, EncoderGraph
-from tfm_export.export.onnx_files import WeightsFile, export_module
+from tfm_export.export.tracing import export_module
 from tfm_export.graph import Dimensions
+from tfm_export.graph_files import WeightsFile
 
 # Twice a beam of 8: enough for every beam search up to that size without looking at all log-probabilities.
 CANDIDATES = 16

@@ -1,0 +1,76 @@
+"""ONNX graphs on disk: several of them beside one file of weights that they share."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import onnx
+import onnx_ir as ir
+
+from tfm_export.errors import BundleError
+
+# Smaller tensors stay inside the graph: runtimes fold shape constants only if they can see them.
+EXTERNAL_FROM_BYTES = 1024
+ALIGNMENT = 64
+
+
+def read_graph(path: Path) -> ir.Model:
+    """A graph from disk, its weights mapped into memory when they are looked at.
+
+    Raises:
+        BundleError: it is not an ONNX model.
+    """
+    try:
+        return ir.load(path)
+    except Exception as problem:  # protobuf's errors have no base class of their own
+        raise BundleError(f"{path} is not an ONNX model: {problem}", "export the bundle again") from problem
+
+
+class WeightsFile:
+    """A file of weights that several graphs share; a tensor that occurs twice is stored once.
+
+    Args:
+        path: the file, beside the graphs that refer to it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._places: dict[tuple[str, str, tuple[int, ...]], tuple[int, int]] = {}
+
+    def write(self, model: ir.Model, path: Path) -> None:
+        """Move a model's weights into the file and write its graph to `path`."""
+        with open(self.path, "ab") as file:
+            for value in model.graph.initializers.values():
+                tensor = value.const_value
+                if tensor is not None and tensor.nbytes >= EXTERNAL_FROM_BYTES:
+                    value.const_value = self._place(tensor, file)
+        path.write_bytes(ir.serde.serialize_model(model).SerializeToString(deterministic=True))
+        onnx.checker.check_model(path)
+        for written in (path, self.path):
+            os.chmod(written, 0o644)  # readable by the user that the service runs as
+
+    def _place(self, tensor: ir.TensorProtocol, file: BinaryIO) -> ir.ExternalTensor:
+        array = tensor.numpy()
+        shape = tuple(int(size) for size in array.shape)
+        key = (
+            hashlib.sha256(array.data if array.flags.c_contiguous else array.tobytes()).hexdigest(),
+            str(tensor.dtype),
+            shape,
+        )
+        if key not in self._places:
+            file.write(b"\0" * (-file.tell() % ALIGNMENT))
+            self._places[key] = (file.tell(), tensor.nbytes)
+            array.tofile(file)
+        offset, length = self._places[key]
+        return ir.ExternalTensor(
+            self.path.name,
+            offset,
+            length,
+            tensor.dtype,
+            shape=ir.Shape(shape),
+            name=tensor.name or "",
+            base_dir=self.path.parent,
+        )

@@ -1,0 +1,229 @@
+"""Writing bundles, and parts of them, so that nothing half-written is ever seen.
+
+A new bundle, or a new part such as onnx/w8, is made in a hidden sibling folder and renamed. Whoever writes holds a lock
+on that folder, so that what a killed process left behind can be told from what is being written, and goes.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tfm_export.bundle import MANIFEST, Bundle, Manifest
+from tfm_export.errors import BundleError
+
+try:
+    import fcntl
+except ImportError:  # Windows: leftovers of killed processes stay, and two writers must not meet
+    fcntl = None  # type: ignore[assignment]
+
+def check_target(path: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
+    """Make sure that a new bundle may be written to `path`; called before any work is done.
+
+    Args:
+        path: where the bundle will be.
+        force: replace a bundle that is there.
+        inputs: what it is made from, which must not go with the bundle that is replaced.
+
+    Raises:
+        BundleError: something is there and may not be overwritten, or the folder around it cannot be written to.
+    """
+    hint = "another folder with -o"
+    try:
+        exists = path.exists()
+    except OSError as problem:
+        raise BundleError(f"{path} cannot be written: {problem.strerror}", hint) from problem
+    if exists and not force:
+        raise BundleError(f"{path} exists", f"--force to replace it, or {hint}")
+    if exists and not (path / MANIFEST).is_file() and (not path.is_dir() or any(path.iterdir())):
+        raise BundleError(f"{path} exists and is not a bundle: it is not replaced even with --force", hint)
+    if lost := [str(file) for file in inputs if file.resolve().is_relative_to(path.resolve())]:
+        raise BundleError([f"{file} lies in {path}, and would be replaced with it" for file in lost], hint)
+    parent = path.resolve().parent
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    if not parent.is_dir():
+        raise BundleError(f"{parent} is not a folder", hint)
+    if not os.access(parent, os.W_OK):
+        raise BundleError(f"{parent} cannot be written to", hint)
+
+
+@contextmanager
+def new_bundle(path: Path, manifest: Manifest, *, force: bool) -> Iterator[Bundle]:
+    """A bundle to fill, in a sibling folder that takes the place of `path` when the block ends without an error.
+
+    Args:
+        path: where the bundle will be.
+        manifest: what is known of it so far.
+        force: replace a bundle that is there.
+
+    Raises:
+        BundleError: see `check_target`; or the disk is full.
+    """
+    check_target(path, force=force)
+    path = path.resolve()  # a link stays, and what it points to is replaced
+    with _full_disk_told(path, "use another disk with -o"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _staging_folder(path) as staging:
+            bundle = Bundle(staging, manifest)
+            yield bundle
+            bundle.save()
+            check_target(path, force=force)  # somebody else may have been faster
+            _put_in_place(staging, path)
+
+
+@dataclass
+class Part:
+    """A folder that joins a bundle: a variant or an engine.
+
+    Attributes:
+        path: where to write its files.
+        purposes: what each file is for, by its name in the folder; all that are not named here are dropped.
+        record: gives the bundle's manifest what there is to say of the part.
+    """
+
+    path: Path
+    purposes: dict[str, str] = field(default_factory=dict)
+    record: Callable[[Manifest], Manifest] = lambda manifest: manifest
+
+
+@contextmanager
+def new_part(bundle: Bundle, name: str, *, force: bool, forget: Callable[[Manifest], Manifest]) -> Iterator[Part]:
+    """A part of a bundle to fill; it is put in place, and into the manifest, when the block ends without an error.
+
+    Several processes may add parts to one bundle at the same time: the manifest is read again, under a lock, before
+    it is changed. Whoever has the bundle open goes on with the old files.
+
+    Args:
+        bundle: an open bundle; its manifest is the new one afterwards.
+        name: the folder below the bundle, such as "onnx/w8".
+        force: replace the part that is there.
+        forget: takes the old part out of a manifest, before its files go.
+
+    Raises:
+        BundleError: the bundle has that part and may not lose it, cannot be written to, or the disk is full.
+    """
+    check_part(bundle, name, force=force)
+    target = bundle.path.resolve() / name
+    with _full_disk_told(bundle.path, "copy the bundle to another disk"):
+        target.parent.mkdir(exist_ok=True)
+        with _staging_folder(target) as staging:
+            part = Part(staging)
+            yield part
+            for file in staging.iterdir():
+                if file.name in part.purposes:
+                    os.chmod(file, 0o644)  # readable by the user that the service runs as
+                else:
+                    file.unlink()
+            with _locked(bundle.path):
+                current = Bundle.open(bundle.path, check_hashes=False)
+                check_part(current, name, force=force)
+                if _has_part(current, name):
+                    files = {n: entry for n, entry in current.manifest.files.items() if not n.startswith(f"{name}/")}
+                    current.manifest = replace(forget(current.manifest), files=files)
+                    current.save()
+                _put_in_place(staging, target)
+                current.add_files({f"{name}/{file}": purpose for file, purpose in part.purposes.items()})
+                current.manifest = part.record(current.manifest)
+                current.save()
+            bundle.manifest = current.manifest
+
+
+def check_part(bundle: Bundle, name: str, *, force: bool) -> None:
+    """Make sure that a part may be added to a bundle; called before any work is done.
+
+    Args:
+        bundle: an open bundle.
+        name: the folder below the bundle, such as "onnx/w8".
+        force: replace the part that is there.
+
+    Raises:
+        BundleError: the bundle has that part and may not lose it, or cannot be written to.
+    """
+    if _has_part(bundle, name) and not force:
+        raise BundleError(f"{bundle.path} has {name} already", "--force to replace it")
+    if not os.access(bundle.path, os.W_OK):
+        raise BundleError(f"{bundle.path} cannot be written to", "copy the bundle to where this user may write")
+
+
+def _has_part(bundle: Bundle, name: str) -> bool:
+    return any(file.startswith(f"{name}/") for file in bundle.manifest.files)
+
+
+@contextmanager
+def _full_disk_told(path: Path, hint: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        place = path if path.is_dir() else path.parent
+        free = f" ({shutil.disk_usage(place).free / 1e6:,.0f} MB free there)" if place.is_dir() else ""
+        raise BundleError(f"{path} could not be written: {problem}{free}", f"make room, or {hint}") from problem
+
+
+@contextmanager
+def _staging_folder(path: Path) -> Iterator[Path]:
+    """A hidden folder beside `path`, locked while it lives; those that killed processes left behind are removed."""
+    prefix = f".{path.name}.new."
+    for leftover in path.parent.glob(f"{glob.escape(prefix)}*"):
+        _remove_if_abandoned(leftover)
+    while True:
+        staging = Path(tempfile.mkdtemp(dir=path.parent, prefix=prefix))
+        try:
+            with _locked(staging):
+                if staging.is_dir():  # another process may have taken it for a leftover before it was locked
+                    yield staging
+                    return
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    """Remove a staging folder that no living process holds the lock of."""
+    try:
+        with _locked(folder, wait=False):
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError:
+        return  # it is being written to, or is another user's
+
+
+@contextmanager
+def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold the lock on a folder.
+
+    Raises:
+        OSError: somebody else has it, and this is not to wait.
+    """
+    if fcntl is None:
+        if not wait:
+            raise OSError
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _put_in_place(staging: Path, path: Path) -> None:
+    """Rename a finished folder to `path`; what is there goes, once the new one has its place."""
+    os.chmod(staging, 0o755)
+    if not path.exists():
+        os.rename(staging, path)
+        return
+    old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
+    os.rename(path, old / path.name)
+    try:
+        os.rename(staging, path)
+    except BaseException:
+        os.rename(old / path.name, path)
+        raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
