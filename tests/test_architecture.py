@@ -17,11 +17,11 @@ LAYERS = (
     ("extras", "graph", "precision"),
     ("bundle",),
     ("staging", "graph_files", "engines"),
-    ("runtime",),
+    ("runtime", "passes"),
     ("decoding", "tokenizer"),
     ("model",),
     ("checkpoints",),
-    ("verify", "passes"),
+    ("verify",),
     ("export", "quantize", "trt", "bench"),  # the stages
     ("cli",),
 )

@@ -55,13 +55,16 @@ class OnnxModel:
         gives_attention: whether steps give attention.
     """
 
-    def __init__(self, bundle: Bundle, *, variant: str = "fp32", threads: int | None = None) -> None:
+    def __init__(
+        self, bundle: Bundle, *, variant: str = "fp32", threads: int | None = None, folder: Path | None = None
+    ) -> None:
         """Load the two graphs of a variant.
 
         Args:
             bundle: an open bundle.
             variant: the precision, a folder under onnx/.
             threads: threads an operator may use; None for the CPUs this process may use.
+            folder: where the graphs are, for a variant that is not part of the bundle yet.
 
         Raises:
             BundleError: the bundle has no such variant, or a graph does not load or is not of the expected form.
@@ -69,7 +72,7 @@ class OnnxModel:
         """
         if threads is not None and not 1 <= threads <= MOST_THREADS:
             raise RequestError(f"threads must be from 1 to {MOST_THREADS:,}, found {threads:,}")
-        folder = bundle.variant_path(variant)
+        folder = folder or bundle.variant_path(variant)
         self.dimensions, self.limits = bundle.manifest.dimensions, bundle.manifest.limits
         self.float_type, self.threads = PRECISIONS[variant].float_type, threads or usable_cpus()
         outputs = encoder_outputs(self.dimensions, self.float_type)
