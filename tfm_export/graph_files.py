@@ -53,17 +53,13 @@ class WeightsFile:
             os.chmod(written, 0o644)  # readable by the user that the service runs as
 
     def _place(self, tensor: ir.TensorProtocol, file: BinaryIO) -> ir.ExternalTensor:
-        array = tensor.numpy()
-        shape = tuple(int(size) for size in array.shape)
-        key = (
-            hashlib.sha256(array.data if array.flags.c_contiguous else array.tobytes()).hexdigest(),
-            str(tensor.dtype),
-            shape,
-        )
+        content = tensor.tobytes()  # as ONNX stores it: 4-bit numbers two a byte
+        shape = tuple(int(size) for size in tensor.shape.numpy())
+        key = (hashlib.sha256(content).hexdigest(), str(tensor.dtype), shape)
         if key not in self._places:
             file.write(b"\0" * (-file.tell() % ALIGNMENT))
-            self._places[key] = (file.tell(), tensor.nbytes)
-            array.tofile(file)
+            self._places[key] = (file.tell(), len(content))
+            file.write(content)
         offset, length = self._places[key]
         return ir.ExternalTensor(
             self.path.name,
