@@ -235,6 +235,16 @@ class Bundle:
             raise BundleError(f"{self.path} has no variant {variant!r}; it has {found}")
         return self.path / "onnx" / variant
 
+    def fastest_variant(self) -> str:
+        """The variant that `variant="auto"` stands for on a CPU: the same one each time, on every machine.
+
+        Of the variants that were made for a CPU, and so were faster than fp32 when they were made, the one with the
+        largest recorded speed; the first by name where two are level, fp32 where there is none.
+        """
+        speeds = {name: facts["speed"] for name, facts in self.manifest.variants.items() if "speed" in facts}
+        best = min(speeds, key=lambda name: (-speeds[name], name), default="fp32")
+        return best if speeds.get(best, 0.0) > 1 else "fp32"
+
     def add_files(self, purposes: dict[str, str]) -> None:
         """Put files that lie in the bundle's folder into the manifest in memory; `save` writes it.
 

@@ -27,6 +27,9 @@ class Tolerance:
         return max(self.times_own_error * own_error, self.floor)
 
 
+FP32_TOLERANCE = Tolerance(times_own_error=2.0, floor=1e-4)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """A number format of weights and compute.
@@ -38,9 +41,12 @@ class Precision:
         float_type: the dtype of caches and cross-attention keys and values.
         tolerance: its distance from PyTorch, tensor by tensor; None where single numbers are not judged.
         agreement: the share of golden inputs whose generation must be token for token that of fp32, ties aside.
+        metric_loss: points that a metric of whole outputs may lose against fp32.
         batch_invariant: a sentence's tokens are the same whoever shares its batch; otherwise that, too, is judged by
             agreement.
         runs_on_cpu: ONNX Runtime's CPU provider has the kernels.
+        target: what it is made for unless the user says otherwise: "cpu" or "tensorrt". ONNX Runtime's CPU only
+            emulates 16-bit and 8-bit floats.
     """
 
     name: str
@@ -49,21 +55,24 @@ class Precision:
     float_type: str = "float32"
     tolerance: Tolerance | None = None
     agreement: float = 1.0
+    metric_loss: float = 0.0
     batch_invariant: bool = True
     runs_on_cpu: bool = True
+    target: str = "cpu"
 
 
 PRECISIONS = {
     p.name: p
     for p in (
+        Precision(name="fp32", weights="float32", compute="float32", tolerance=FP32_TOLERANCE),
         Precision(
-            name="fp32",
-            weights="float32",
-            compute="float32",
-            tolerance=Tolerance(times_own_error=2.0, floor=1e-4),
-        ),
-        Precision(
-            name="fp16", weights="float16", compute="float16", float_type="float16", agreement=0.97
+            name="fp16",
+            weights="float16",
+            compute="float16",
+            float_type="float16",
+            agreement=0.97,
+            metric_loss=0.1,
+            target="tensorrt",
         ),
         Precision(
             name="bf16",
@@ -71,13 +80,16 @@ PRECISIONS = {
             compute="bfloat16",
             float_type="bfloat16",
             agreement=0.90,
+            metric_loss=0.1,
             runs_on_cpu=False,
+            target="tensorrt",
         ),
         Precision(
             name="w8",
             weights="int8, blocks of 128",
             compute="float32",
             agreement=0.95,
+            metric_loss=0.1,
             batch_invariant=False,
         ),
         Precision(
@@ -85,9 +97,17 @@ PRECISIONS = {
             weights="int4, blocks of 128",
             compute="float32",
             agreement=0.70,
+            metric_loss=0.8,
             batch_invariant=False,
         ),
-        Precision(name="int8", weights="int8, a scale a channel", compute="int8", agreement=0.85),
-        Precision(name="fp8", weights="float8 E4M3", compute="float8 E4M3", agreement=0.80),
+        Precision(name="int8", weights="int8, a scale a channel", compute="int8", agreement=0.85, metric_loss=0.3),
+        Precision(
+            name="fp8",
+            weights="float8 E4M3",
+            compute="float8 E4M3",
+            agreement=0.80,
+            metric_loss=0.8,
+            target="tensorrt",
+        ),
     )
 }

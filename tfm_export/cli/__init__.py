@@ -21,6 +21,7 @@ from tfm_export.errors import RequestError, TfmExportError
 # Each is the `command` of the module of its name, and what the list of commands says of it.
 COMMANDS = {
     "onnx": "Export a checkpoint to a bundle, verified against PyTorch.",
+    "quantize": "Add a precision variant to a bundle, if its quality is proven.",
     "verify": "Compare a bundle with PyTorch.",
     "run": "Decode texts.",
     "inspect": "Show what a bundle holds.",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import IO, BinaryIO, TextIO
 
 import click
 
@@ -78,3 +78,15 @@ def output_file(path: Path | None) -> Iterator[TextIO]:
             partial.unlink()
         raise
     partial.replace(path.resolve() if path.is_symlink() else path)
+
+
+def read_texts(file: IO[str]) -> list[str]:
+    """The lines of a file.
+
+    Raises:
+        RequestError: it is not text in UTF-8.
+    """
+    try:
+        return [line.rstrip("\n") for line in file]
+    except UnicodeDecodeError as problem:
+        raise RequestError(f"{file.name} is not text in UTF-8: {problem}", "save it in UTF-8") from None

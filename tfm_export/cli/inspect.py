@@ -10,7 +10,7 @@ import click
 
 from tfm_export.bundle import Bundle, Manifest
 from tfm_export.cli.options import bundle_argument, json_option
-from tfm_export.cli.reports import print_files, table
+from tfm_export.cli.reports import print_files, size_text, table
 
 
 @click.command("inspect")
@@ -36,7 +36,34 @@ def command(bundle: Path, as_json: bool) -> None:
             click.echo()
             click.echo(table([[title, ""], *([name, _text(value)] for name, value in facts.items())]))
     click.echo()
+    click.echo(variants_table(opened))
+    click.echo()
     print_files(opened)
+
+
+def variants_table(bundle: Bundle) -> str:
+    """The precisions of a bundle: what they are, and what was measured when they were made."""
+    auto, rows = bundle.fastest_variant(), []
+    for name, facts in bundle.manifest.variants.items():
+        folder = f"onnx/{name}/"
+        size = sum(entry.bytes for file, entry in bundle.manifest.files.items() if file.startswith(folder))
+        metric = facts.get("metric")
+        rows.append(
+            [
+                name + (" (auto)" if name == auto else ""),
+                facts["weights"],
+                facts["compute"],
+                facts.get("target", ""),
+                facts.get("quantized", ""),
+                "" if facts.get("agreement") is None else f"{facts['agreement']:.1%}",
+                "" if metric is None else f"{metric['name']} {metric['variant']:.2f} (fp32 {metric['fp32']:.2f})",
+                "" if facts.get("speed") is None else f"{facts['speed']:.2f} x",
+                size_text(size),
+            ]
+        )
+    head = ["variant", "weights", "compute", "for", "in these numbers", "as fp32", "metric", "speed", "size"]
+    keep = [i for i in range(len(head)) if any(row[i] for row in rows)]
+    return table([[row[i] for i in keep] for row in [head, *rows]], right=[keep.index(8)])
 
 
 def _sections(manifest: Manifest) -> dict[str, dict[str, Any]]:
@@ -66,7 +93,6 @@ def _sections(manifest: Manifest) -> dict[str, dict[str, Any]]:
             "beam size": generation.beam_size,
             "length penalty": generation.length_penalty,
         },
-        "variant": {name: _facts(facts) for name, facts in manifest.variants.items()},
         "engine": {name: _facts(facts) for name, facts in manifest.engines.items()},
         "golden inputs": _flat(manifest.golden),
         "made with": dict(manifest.tools),

@@ -8,10 +8,10 @@ from typing import IO
 import click
 
 from tfm_export.bundle import DEFAULT_PATH
+from tfm_export.cli.files import read_texts
 from tfm_export.cli.options import force_option, json_option
 from tfm_export.cli.progress import Stopwatch
 from tfm_export.cli.reports import print_files, print_verdict
-from tfm_export.errors import RequestError
 from tfm_export.extras import require, require_onnxruntime
 from tfm_export.staging import check_target
 
@@ -92,15 +92,3 @@ def command(
         click.echo(f"{output}: written, not verified")
     else:
         print_verdict(report)
-
-
-def read_texts(file: IO[str]) -> list[str]:
-    """The lines of a file.
-
-    Raises:
-        RequestError: it is not text in UTF-8.
-    """
-    try:
-        return [line.rstrip("\n") for line in file]
-    except UnicodeDecodeError as problem:
-        raise RequestError(f"{file.name} is not text in UTF-8: {problem}", "save it in UTF-8") from None

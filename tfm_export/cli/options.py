@@ -23,3 +23,11 @@ threads_option = click.option(
     "--threads", type=click.IntRange(min=1), help="Threads to compute with.  [default: the CPUs this process may use]"
 )
 """`threads: int | None`; None leaves the number to the runtime."""
+
+variant_option = click.option(
+    "--variant",
+    default="fp32",
+    show_default=True,
+    help="The precision, one of those that inspect shows; auto for the fastest that was made for a CPU.",
+)
+"""`variant: str`."""

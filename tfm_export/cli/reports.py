@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -53,26 +53,38 @@ def print_verdict(report: ParityReport) -> None:
     click.echo(f"\n{report.variant} on {report.backend}, compared with PyTorch:")
     worst = report.worst_tensor
     if worst is not None:
-        _print_check(
+        print_check(
             all(c.passed for c in report.tensors),
             f"{len(report.tensors)} tensors step by step: the worst is {worst.name}, off by {worst.error:.1e} "
             f"(limit {worst.limit:.1e}, PyTorch's own float32 error {worst.own_error:.1e})",
         )
         click.echo(f"    best token as PyTorch's in {report.argmax_agreement:.2%} of the steps")
     kind = "synthetic inputs" if report.synthetic else "real inputs"
-    for comparison in report.generations:
-        _print_check(comparison.passed, f"{comparison.name}: {_generation_text(comparison, kind)}")
+    print_generations(report.generations, kind)
     if report.synthetic:
         click.echo("note: golden inputs are random ids; --inputs FILE gives real ones, which say more")
     click.secho("parity: passed" if report.passed else "parity: FAILED", fg="green" if report.passed else "red")
 
 
+def print_generations(comparisons: Iterable[GenerationComparison], kind: str) -> None:
+    """A line for each way of decoding.
+
+    Args:
+        comparisons: what was compared.
+        kind: of the inputs, for people.
+    """
+    for comparison in comparisons:
+        print_check(comparison.passed, f"{comparison.name}: {_generation_text(comparison, kind)}")
+
+
 def _generation_text(comparison: GenerationComparison, kind: str) -> str:
     text = f"{comparison.identical} of {comparison.count} {kind} token for token"
+    if comparison.needed < 1:
+        text += f" ({comparison.agreement:.1%}, {comparison.needed:.0%} needed)"
     if comparison.ties:
         largest = max(tie.margin for tie in comparison.ties)
         text += f", {len(comparison.ties)} ties (margin at most {largest:.1e})"
-    if comparison.divergences:
+    if comparison.divergences and comparison.needed == 1:
         first = comparison.divergences[0]
         text += (
             f", {len(comparison.divergences)} diverge: first input {first.index} at token {first.step}, expected "
@@ -81,6 +93,7 @@ def _generation_text(comparison: GenerationComparison, kind: str) -> str:
     return text
 
 
-def _print_check(passed: bool, text: str) -> None:
+def print_check(passed: bool, text: str) -> None:
+    """A line with a mark before it."""
     mark = click.style("✓", fg="green") if passed else click.style("✗", fg="red")
     click.echo(f"{mark} {text}")

@@ -17,7 +17,7 @@ from tfm_export.cli.decoding_options import decoding_fields, decoding_options, f
 from tfm_export.cli.files import file_bytes, output_file, partial_path, read_lines, refuse_to_replace
 from tfm_export.cli.heat_map import FORMATS
 from tfm_export.cli.job import Job, draw
-from tfm_export.cli.options import force_option, json_option, threads_option
+from tfm_export.cli.options import force_option, json_option, threads_option, variant_option
 from tfm_export.cli.progress import Progress
 from tfm_export.errors import RequestError
 from tfm_export.extras import require
@@ -58,6 +58,7 @@ JSON_ONLY = ("return_attention", "return_logits_vocab", "return_scores")  # ther
     help="Draw what each token of one TEXT's target attends to, as .png, .svg or .pdf. Needs the extra plot.",
 )
 @decoding_options
+@variant_option
 @threads_option
 @json_option
 @click.pass_context
@@ -74,6 +75,7 @@ def command(
     stream: bool,
     deadline: float | None,
     picture: Path | None,
+    variant: str,
     threads: int | None,
     as_json: bool,
     **decoding: Any,
@@ -101,7 +103,7 @@ def command(
         require("matplotlib", extra="plot")
         fields["return_attention"] = True
     with ExitStack() as stack:
-        model = stack.enter_context(tfm_export.load(path, threads=threads))
+        model = stack.enter_context(tfm_export.load(path, threads=threads, variant=variant))
         if not ids and model.tokenizer is None:
             raise RequestError(f"{path} has no tokenizer: it takes ids, not text", "--ids")
         options = model.decode_options(**fields)

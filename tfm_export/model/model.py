@@ -382,7 +382,8 @@ def load(
         path: the bundle's folder.
         threads: threads to compute with; None for the CPUs this process may use.
         check_hashes: read every file and compare its hash with the manifest's; otherwise only sizes are compared.
-        variant: the precision, a folder under onnx/.
+        variant: the precision, a folder under onnx/; "auto" for the fastest that was made for a CPU, by the speeds that
+            the bundle records, see `Bundle.fastest_variant`.
 
     Raises:
         BackendUnavailable: ONNX Runtime is missing or too old.
@@ -393,4 +394,5 @@ def load(
 
     bundle = Bundle.open(path, check_hashes=check_hashes)
     tokenizer = load_tokenizer(bundle)
+    variant = bundle.fastest_variant() if variant == "auto" else variant
     return Model(bundle, OnnxModel(bundle, variant=variant, threads=threads), tokenizer)

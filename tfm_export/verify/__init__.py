@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tfm_export.bundle import GOLDEN, Bundle, write_text
 from tfm_export.errors import BundleError
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.verify.cpu import CPU, TWIN, cpu_model
 from tfm_export.verify.golden import Golden, compare_generations, golden_text, read_golden
 from tfm_export.verify.page import parity_page
 from tfm_export.verify.report import Divergence, GenerationComparison, ParityReport, TensorComparison, reports_json
@@ -28,6 +28,8 @@ __all__ = [
     "Golden",
     "ParityReport",
     "TensorComparison",
+    "compare_generations",
+    "cpu_model",
     "golden_text",
     "read_golden",
     "reports_json",
@@ -59,33 +61,23 @@ def verify_variant(
     Raises:
         BundleError: the bundle has no such variant or no golden inputs, or its graphs are not of the expected form.
     """
-    tolerance, manifest = PRECISIONS[variant].tolerance, bundle.manifest
+    precision, manifest = PRECISIONS[variant], bundle.manifest
     if GOLDEN not in manifest.files:
         raise BundleError(f"{bundle.path} has no {GOLDEN} to verify against", "export the bundle again")
     tensors: list[TensorComparison] = []
     agreement = None
-    model = OnnxModel(bundle, variant=variant, threads=threads)
-    try:
-        if reference is not None:
+    with cpu_model(bundle, variant, threads=threads) as model:
+        if reference is not None and precision.tolerance is not None:
             from tfm_export.verify.steps import compare_steps
 
             progress("comparing every tensor step by step")
-            steps = compare_steps(model, reference, tolerance)
+            steps = compare_steps(model, reference, precision.tolerance)
             tensors, agreement = steps.tensors, steps.argmax_agreement
-        own_error = float(manifest.golden["own_error"])
-        generations = compare_generations(
-            model,
-            read_golden(bundle, GOLDEN),
-            manifest.special_ids,
-            manifest.golden,
-            tolerance.limit(own_error),
-            progress,
-        )
-    finally:
-        model.close()
+        golden = read_golden(bundle, GOLDEN)
+        generations = compare_generations(model, golden, manifest.special_ids, manifest.golden, precision, progress)
     return ParityReport(
         variant=variant,
-        backend="onnxruntime-cpu",
+        backend=CPU if precision.runs_on_cpu else TWIN,
         synthetic=bool(manifest.golden["synthetic"]),
         tensors=tensors,
         argmax_agreement=agreement,

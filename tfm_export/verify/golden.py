@@ -14,6 +14,7 @@ import numpy as np
 from tfm_export.bundle import Bundle, SpecialIds
 from tfm_export.decoding import DecodeOptions, Hypothesis, generate
 from tfm_export.errors import BundleError
+from tfm_export.precision import FP32_TOLERANCE, Precision
 from tfm_export.runtime.step_model import Ids, Mask, Sentences, StepModel
 from tfm_export.verify.report import Divergence, GenerationComparison
 
@@ -111,19 +112,22 @@ def compare_generations(
     golden: Sequence[Golden],
     special: SpecialIds,
     facts: dict[str, Any],
-    tie_margin: float,
+    precision: Precision,
     progress: Callable[[str], None],
 ) -> list[GenerationComparison]:
     """Decode golden inputs one by one, in batches and in padded batches, and hold every token to PyTorch's.
+
+    A precision that rounds is held to its share of PyTorch's generations, and its batches to what it gave alone.
 
     Args:
         model: the runtime to judge.
         golden: the inputs.
         special: the model's special ids.
-        facts: how they were decoded, as the manifest tells it: max_length, beam_size, length_penalty.
-        tie_margin: see `GenerationComparison`.
+        facts: how they were decoded, as the manifest tells it: max_length, beam_size, length_penalty; own_error.
+        precision: how much must agree.
         progress: told what begins.
     """
+    tie_margin = FP32_TOLERANCE.limit(float(facts["own_error"]))
     searches = {"greedy": (golden, DecodeOptions(max_decoding_length=facts["max_length"], return_end_token=True))}
     with_beam = [g for g in golden if g.beam is not None]
     if with_beam:
@@ -131,6 +135,8 @@ def compare_generations(
         searches[f"beam {beam.beam_size}"] = (with_beam, beam)
     comparisons = []
     for search, (inputs, options) in searches.items():
+        difference = _greedy_difference if options.beam_size == 1 else _beam_difference
+        alone: list[Hypothesis] = []
         for how, batch, runtime in (
             ("alone", 1, model),
             ("batched", BATCH, model),
@@ -139,8 +145,12 @@ def compare_generations(
             progress(f"comparing golden inputs: {search}, {how}")
             results = generate(runtime, [g.source_ids for g in inputs], replace(options, max_batch_size=batch), special)
             best = [result.hypotheses[0] for result in results]
-            compare = _greedy_difference if options.beam_size == 1 else _beam_difference
-            comparisons.append(_compare(f"{search}, {how}", inputs, best, compare, tie_margin))
+            comparisons.append(_compare(f"{search}, {how}", inputs, best, difference, tie_margin, precision.agreement))
+            if how == "alone":
+                alone = best
+            elif precision.agreement < 1:
+                needed = 1.0 if precision.batch_invariant else precision.agreement
+                comparisons.append(_compare_with_alone(f"{search}, {how} as alone", inputs, alone, best, needed))
     return comparisons
 
 
@@ -148,7 +158,12 @@ Difference = Callable[[int, Golden, Hypothesis], Divergence | None]
 
 
 def _compare(
-    name: str, golden: Sequence[Golden], found: Sequence[Hypothesis], difference: Difference, tie_margin: float
+    name: str,
+    golden: Sequence[Golden],
+    found: Sequence[Hypothesis],
+    difference: Difference,
+    tie_margin: float,
+    needed: float = 1.0,
 ) -> GenerationComparison:
     different = [d for i, pair in enumerate(zip(golden, found, strict=True)) if (d := difference(i, *pair))]
     return GenerationComparison(
@@ -156,8 +171,29 @@ def _compare(
         count=len(golden),
         identical=len(golden) - len(different),
         tie_margin=tie_margin,
+        needed=needed,
         ties=[d for d in different if d.margin < tie_margin],
         divergences=[d for d in different if not d.margin < tie_margin],
+    )
+
+
+def _compare_with_alone(
+    name: str, golden: Sequence[Golden], alone: Sequence[Hypothesis], found: Sequence[Hypothesis], needed: float
+) -> GenerationComparison:
+    """Hold batches to what the same runtime gave one by one."""
+    divergences = []
+    for index, (one, expected, tokens) in enumerate(zip(golden, alone, found, strict=True)):
+        step = _first_difference(expected.tokens, tokens.tokens)
+        if step is not None:
+            margin = abs(expected.score - tokens.score)
+            divergences.append(_divergence(index, one, step, expected.tokens, tokens.tokens, margin))
+    return GenerationComparison(
+        name=name,
+        count=len(golden),
+        identical=len(golden) - len(divergences),
+        tie_margin=0.0,
+        needed=needed,
+        divergences=divergences,
     )
 
 

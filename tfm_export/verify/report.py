@@ -54,14 +54,15 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationComparison:
-    """Whole generations, held to PyTorch's.
+    """Whole generations, held to PyTorch's, or to the same runtime's one by one.
 
     Attributes:
         name: how they were run, such as "greedy, alone".
         count: golden inputs.
         identical: generations with every token the same.
         tie_margin: a first divergence with a margin below this is a tie: both tokens are right.
-        ties: those.
+        needed: the share that must be identical, ties counted as such.
+        ties: the divergences at ties.
         divergences: the others.
     """
 
@@ -69,13 +70,19 @@ class GenerationComparison:
     count: int
     identical: int
     tie_margin: float
+    needed: float = 1.0
     ties: list[Divergence] = field(default_factory=list)
     divergences: list[Divergence] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
-        """Nothing diverged but for ties, and something was compared."""
-        return self.count > 0 and not self.divergences
+        """Something was compared, and no more diverged than may."""
+        return self.count > 0 and self.agreement >= self.needed
+
+    @property
+    def agreement(self) -> float:
+        """The share that is identical, ties counted as such."""
+        return 1 - len(self.divergences) / max(self.count, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +133,17 @@ class ParityReport:
         for comparison in self.generations:
             if not comparison.count:
                 found.append(f"{comparison.name}: no golden inputs to compare")
+            if comparison.passed:
+                continue
+            if comparison.needed < 1:
+                found.append(
+                    f"{comparison.name}: {comparison.agreement:.1%} agree, {comparison.needed:.0%} are needed; the "
+                    f"first of {len(comparison.divergences)} that diverge:"
+                )
             found += [
                 f"{comparison.name}: input {d.index}{'' if d.text is None else f' ({d.text!r})'} diverges at token "
                 f"{d.step}: expected {d.expected}, found {d.found}, margin {d.margin:.2e}"
-                for d in comparison.divergences
+                for d in comparison.divergences[: None if comparison.needed == 1 else 1]
             ]
         return found
 
