@@ -39,6 +39,7 @@ LIBRARIES = {
     "onnx_ir": {"export", "graph_files", "passes", "quantize", "trt"},
     "onnx": {"export", "graph_files", "passes", "quantize", "trt", "verify"},
     "onnxruntime": {"runtime", "quantize", "verify"},
+    "ml_dtypes": {"passes"},
     "tensorrt": {"trt", "runtime"},
     "tensorrt_rtx": {"trt", "runtime"},
     "polygraphy": {"trt"},

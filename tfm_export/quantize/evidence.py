@@ -114,8 +114,8 @@ def gather_evidence(bundle: Bundle, precision: str, options: QuantizeOptions, pr
         elif manifest.golden["synthetic"]:
             if not (options.unproven and precision in FLOAT_TYPES):
                 raise RequestError(
-                    f"the golden inputs of {bundle.path} are random ids: a model cannot be judged or calibrated on them",
-                    "--calibration FILE with real source texts, or export with tfm-export onnx CHECKPOINT --inputs FILE",
+                    f"the golden inputs of {bundle.path} are random ids: they say nothing of its quality",
+                    "--calibration FILE with real source texts, or tfm-export onnx CHECKPOINT --inputs FILE",
                 )
             golden = []
             notes.append("NOT JUDGED: the golden inputs are random ids; --calibration FILE gives real ones")

@@ -20,7 +20,7 @@ from tfm_export.quantize.variant import BITS, FLOAT_TYPES, PURPOSES, STATIC, Mad
 from tfm_export.runtime.cpu import cpu_features
 from tfm_export.runtime.onnx_runtime import OnnxModel
 from tfm_export.staging import check_part, new_part
-from tfm_export.verify import GenerationComparison, cpu_model
+from tfm_export.verify import GenerationComparison, compare_generations, cpu_model
 
 Progress = Callable[[str], None]
 
@@ -245,7 +245,5 @@ class _Work:
     def _notes(self, recipe: Recipe, evidence: Evidence) -> list[str]:
         notes = list(evidence.notes)
         if recipe.reduced_range:
-            notes.append(
-                "weights have 7 bits: without VNNI, products of 8-bit numbers are added in 16 bits and saturate"
-            )
+            notes.append("weights have 7 bits: without VNNI, sums of products of 8-bit numbers saturate at 16 bits")
         return notes

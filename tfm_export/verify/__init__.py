@@ -15,7 +15,7 @@ from tfm_export.bundle import GOLDEN, Bundle, write_text
 from tfm_export.errors import BundleError
 from tfm_export.precision import PRECISIONS
 from tfm_export.verify.cpu import CPU, TWIN, cpu_model
-from tfm_export.verify.golden import Golden, compare_generations, golden_text, read_golden
+from tfm_export.verify.golden import BeamGolden, Golden, compare_generations, golden_text, read_golden
 from tfm_export.verify.page import parity_page
 from tfm_export.verify.report import Divergence, GenerationComparison, ParityReport, TensorComparison, reports_json
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from reference_model import Transformer
 
 __all__ = [
+    "BeamGolden",
     "Divergence",
     "GenerationComparison",
     "Golden",
