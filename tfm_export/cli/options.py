@@ -26,8 +26,21 @@ threads_option = click.option(
 
 variant_option = click.option(
     "--variant",
-    default="fp32",
-    show_default=True,
-    help="The precision, one of those that inspect shows; auto for the fastest that was made for a CPU.",
+    help="The precision, one of those that inspect shows; auto for the fastest that was made for a CPU.  [default: "
+    "fp32, or that of the TensorRT engine]",
 )
-"""`variant: str`."""
+"""`variant: str | None`."""
+
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(["auto", "onnxruntime", "tensorrt"]),
+    default="auto",
+    show_default=True,
+    help="What to decode with; auto takes a TensorRT engine that runs here, else ONNX Runtime.",
+)
+"""`backend: Backend`."""
+
+device_option = click.option(
+    "--device", help="cpu, or the number of a GPU.  [default: the first GPU that can be used, else the CPU]"
+)
+"""`device: str | None`."""

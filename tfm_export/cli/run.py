@@ -17,13 +17,21 @@ from tfm_export.cli.decoding_options import decoding_fields, decoding_options, f
 from tfm_export.cli.files import file_bytes, output_file, partial_path, read_lines, refuse_to_replace
 from tfm_export.cli.heat_map import FORMATS
 from tfm_export.cli.job import Job, draw
-from tfm_export.cli.options import force_option, json_option, threads_option, variant_option
+from tfm_export.cli.options import (
+    backend_option,
+    device_option,
+    force_option,
+    json_option,
+    threads_option,
+    variant_option,
+)
 from tfm_export.cli.progress import Progress
 from tfm_export.errors import RequestError
 from tfm_export.extras import require
 
 if TYPE_CHECKING:
     from tfm_export.model import LongSource
+    from tfm_export.runtime.backends import Backend
 
 BATCHES_AT_ONCE = 4  # more sort better by length, fewer show results and progress earlier
 JSON_ONLY = ("return_attention", "return_logits_vocab", "return_scores")  # there is no room for them in a line of text
@@ -58,6 +66,8 @@ JSON_ONLY = ("return_attention", "return_logits_vocab", "return_scores")  # ther
     help="Draw what each token of one TEXT's target attends to, as .png, .svg or .pdf. Needs the extra plot.",
 )
 @decoding_options
+@backend_option
+@device_option
 @variant_option
 @threads_option
 @json_option
@@ -75,7 +85,9 @@ def command(
     stream: bool,
     deadline: float | None,
     picture: Path | None,
-    variant: str,
+    backend: Backend,
+    device: str | None,
+    variant: str | None,
     threads: int | None,
     as_json: bool,
     **decoding: Any,
@@ -103,7 +115,8 @@ def command(
         require("matplotlib", extra="plot")
         fields["return_attention"] = True
     with ExitStack() as stack:
-        model = stack.enter_context(tfm_export.load(path, threads=threads, variant=variant))
+        loaded = tfm_export.load(path, backend=backend, device=device, variant=variant, threads=threads)
+        model = stack.enter_context(loaded)
         if not ids and model.tokenizer is None:
             raise RequestError(f"{path} has no tokenizer: it takes ids, not text", "--ids")
         options = model.decode_options(**fields)

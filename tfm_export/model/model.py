@@ -17,6 +17,7 @@ from tfm_export.errors import RequestError, TfmExportError
 from tfm_export.model.answers import Generation, IdsResult, Pending, Piece, Stream
 from tfm_export.model.requests import Call, Either, LongSource, Source, SourceReader, TextRequest, collect
 from tfm_export.model.runner import OnError, Runner, ids_result
+from tfm_export.runtime.backends import Backend, Device, open_backend
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.runtime.threads import usable_cpus
 from tfm_export.tokenizer import Tokenizer, load_tokenizer
@@ -34,10 +35,14 @@ class Model:
         bundle: where it comes from.
         step_model: the backend.
         tokenizer: None if the bundle has none; then only ids go in and out.
+        backend: what the backend is, for people, such as "fp32 with ONNX Runtime on the CPU".
     """
 
-    def __init__(self, bundle: Bundle, step_model: StepModel, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, bundle: Bundle, step_model: StepModel, tokenizer: Tokenizer | None, *, backend: str = ""
+    ) -> None:
         self.bundle, self.step_model, self.tokenizer = bundle, step_model, tokenizer
+        self.backend = backend or type(step_model).__name__
         self._reader = SourceReader(bundle, tokenizer)
         self._runner = Runner(bundle, step_model, tokenizer)
         self._closed = False
@@ -374,25 +379,31 @@ class Model:
 
 
 def load(
-    path: str | Path = DEFAULT_PATH, *, threads: int | None = None, check_hashes: bool = True, variant: str = "fp32"
+    path: str | Path = DEFAULT_PATH,
+    *,
+    backend: Backend = "auto",
+    device: Device = None,
+    variant: str | None = None,
+    threads: int | None = None,
+    check_hashes: bool = True,
 ) -> Model:
-    """Load a bundle on this machine's CPU.
+    """Load a bundle on the first backend that runs here; `tfm_export.runtime.backends` has the order.
 
     Args:
         path: the bundle's folder.
-        threads: threads to compute with; None for the CPUs this process may use.
+        backend: "onnxruntime" or "tensorrt" for no other; "auto" for any.
+        device: the number of a GPU, or "cuda:0", or "cpu", for no other; None for any.
+        variant: the precision. None is fp32 with ONNX Runtime, and an engine of any precision. "auto" is the fastest
+            that was made for a CPU, by the speeds that the bundle records (`Bundle.fastest_variant`), or an engine.
+        threads: threads to compute with on a CPU; None for the CPUs this process may use.
         check_hashes: read every file and compare its hash with the manifest's; otherwise only sizes are compared.
-        variant: the precision, a folder under onnx/; "auto" for the fastest that was made for a CPU, by the speeds that
-            the bundle records, see `Bundle.fastest_variant`.
 
     Raises:
-        BackendUnavailable: ONNX Runtime is missing or too old.
+        BackendUnavailable: a library, a driver or a GPU is missing; it says which, and what to do.
         BundleError: it is not a bundle, is damaged or of a newer format, or has no such variant.
-        RequestError: threads is less than 1.
+        RequestError: an argument means nothing, or threads is less than 1.
     """
-    from tfm_export.runtime.onnx_runtime import OnnxModel
-
     bundle = Bundle.open(path, check_hashes=check_hashes)
     tokenizer = load_tokenizer(bundle)
-    variant = bundle.fastest_variant() if variant == "auto" else variant
-    return Model(bundle, OnnxModel(bundle, variant=variant, threads=threads), tokenizer)
+    chosen, step_model = open_backend(bundle, backend=backend, device=device, variant=variant, threads=threads)
+    return Model(bundle, step_model, tokenizer, backend=str(chosen))

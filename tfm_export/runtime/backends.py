@@ -1,0 +1,263 @@
+"""Which backend runs a bundle on this machine.
+
+There are three: a TensorRT engine of the bundle on the GPU that it was built for, the bundle's ONNX graphs on ONNX
+Runtime's CUDA provider, and the same graphs on its CPU provider. They are tried in that order, and the first one that
+runs here is taken; a request may leave only some of them. The order depends on nothing but the bundle, the request and
+what this machine has.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from tfm_export.bundle import Bundle
+from tfm_export.errors import BackendUnavailable, BundleError, RequestError, TfmExportError
+from tfm_export.extras import require_onnxruntime
+from tfm_export.precision import PRECISIONS
+from tfm_export.runtime import cuda
+from tfm_export.runtime.step_model import StepModel
+
+LOG = logging.getLogger(__name__)
+BACKENDS = ("auto", "onnxruntime", "tensorrt")
+GPU = re.compile(r"cuda|(?:cuda:)?([0-9]{1,4})")
+DOCTOR = "tfm-export doctor BUNDLE, which shows what this machine has and what of the bundle runs on it"
+
+Backend = Literal["auto", "onnxruntime", "tensorrt"]
+Device = int | str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A way to run a bundle.
+
+    Attributes:
+        variant: the precision.
+        gpu: the number of the GPU; None for the CPU.
+        engine: the name of the TensorRT engine; None for ONNX Runtime.
+    """
+
+    variant: str
+    gpu: int | None = None
+    engine: str | None = None
+
+    def __str__(self) -> str:
+        place = "the CPU" if self.gpu is None else f"GPU {self.gpu}"
+        if self.engine is None:
+            return f"{self.variant} with ONNX Runtime on {place}"
+        return f"the TensorRT engine {self.engine} ({self.variant}) on {place}"
+
+    def check(self, bundle: Bundle) -> None:
+        """Make sure that it can run here, without loading anything large.
+
+        Raises:
+            BackendUnavailable: a library, a driver or a GPU is missing, or is another than the engine's.
+            BundleError: the engine was made from other graphs than those of the bundle.
+        """
+        if self.engine is not None and self.gpu is not None:
+            from tfm_export.runtime.tensorrt_model import check_engine
+
+            check_engine(bundle, self.engine, self.gpu)
+        elif self.gpu is not None:
+            from tfm_export.runtime.onnx_cuda import check_cuda_provider
+
+            check_cuda_provider(self.gpu)
+        else:
+            require_onnxruntime()
+            if not PRECISIONS[self.variant].runs_on_cpu:
+                raise BackendUnavailable(
+                    f"ONNX Runtime's CPU provider cannot run {self.variant}",
+                    f"a GPU, or another variant: {', '.join(bundle.manifest.variants)}",
+                )
+
+    def open(self, bundle: Bundle, *, threads: int | None = None) -> StepModel:
+        """Load it; see `check`."""
+        if self.engine is not None and self.gpu is not None:
+            from tfm_export.runtime.tensorrt_model import TensorRTModel
+
+            return TensorRTModel(bundle, self.engine, self.gpu)
+        if self.gpu is not None:
+            from tfm_export.runtime.onnx_cuda import OnnxCudaModel
+
+            return OnnxCudaModel(bundle, variant=self.variant, device=self.gpu, threads=threads)
+        from tfm_export.runtime.onnx_runtime import OnnxModel
+
+        return OnnxModel(bundle, variant=self.variant, threads=threads)
+
+
+def open_backend(
+    bundle: Bundle,
+    *,
+    backend: Backend = "auto",
+    device: Device = None,
+    variant: str | None = None,
+    threads: int | None = None,
+) -> tuple[Candidate, StepModel]:
+    """Load a bundle on the first backend that runs here.
+
+    Args:
+        bundle: an open bundle.
+        backend: "onnxruntime" or "tensorrt" for no other; "auto" for any.
+        device: the number of a GPU, or "cuda:0", or "cpu", for no other; None for any.
+        variant: the precision; see `candidates`.
+        threads: threads to compute with on the CPU; None for the CPUs this process may use.
+
+    Returns:
+        What was chosen, and the loaded model.
+
+    Raises:
+        BackendUnavailable: nothing that was asked for runs here; it says why.
+        BundleError: the bundle has no such variant, or its graphs do not load.
+        RequestError: an argument means nothing.
+    """
+    passed: list[tuple[Candidate, TfmExportError]] = []
+    found = candidates(bundle, backend=backend, device=device, variant=variant)
+    for candidate in found:
+        try:
+            candidate.check(bundle)
+            model = candidate.open(bundle, threads=threads)
+        except (BackendUnavailable, BundleError) as problem:
+            if isinstance(problem, BundleError) and candidate.engine is None:
+                raise  # a damaged graph is no reason to take another
+            passed.append((candidate, problem))
+        else:
+            _tell(candidate, passed)
+            return candidate, model
+    raise _unavailable(passed)
+
+
+def candidates(
+    bundle: Bundle, *, backend: Backend = "auto", device: Device = None, variant: str | None = None
+) -> list[Candidate]:
+    """The ways to run a bundle that a request leaves, the first choice first.
+
+    Engines come first, those whose variant is nearer to fp32 before others, each on every GPU; then ONNX Runtime on
+    the first GPU, where its package for GPUs is installed; then ONNX Runtime on the CPU. Whether they can run here is
+    not looked into.
+
+    Args:
+        bundle: an open bundle.
+        backend: see `open_backend`.
+        device: see `open_backend`.
+        variant: the precision. None is fp32 with ONNX Runtime, and an engine of any. "auto" is an engine of any; with
+            ONNX Runtime the fastest variant that was made for a CPU (`Bundle.fastest_variant`), on a GPU fp16 if the
+            bundle has it.
+
+    Raises:
+        BackendUnavailable: TensorRT was asked for, and the bundle has no engine.
+        BundleError: the bundle has no such variant.
+        RequestError: an argument means nothing.
+    """
+    place = _place(device)
+    _check_request(bundle, backend, place, variant)
+    found: list[Candidate] = []
+    if backend != "onnxruntime" and place != "cpu":
+        engines = _engines(bundle, variant)
+        if backend == "tensorrt" and not engines:
+            raise _no_engine(bundle, variant)
+        gpus = (_gpus() if engines else []) if place is None else [int(place)]
+        found += [Candidate(variant=of, gpu=gpu, engine=name) for name, of in engines for gpu in gpus]
+    if backend != "tensorrt" and place != "cpu" and (place is not None or _has_cuda_provider()):
+        on_gpu = ("fp16" if "fp16" in bundle.manifest.variants else "fp32") if variant == "auto" else variant or "fp32"
+        found.append(Candidate(variant=on_gpu, gpu=0 if place is None else int(place)))
+    if backend != "tensorrt" and place in {None, "cpu"}:
+        on_cpu = bundle.fastest_variant() if variant == "auto" else variant or "fp32"
+        found.append(Candidate(variant=on_cpu))
+    return found
+
+
+def survey(bundle: Bundle) -> list[tuple[Candidate, TfmExportError | None]]:
+    """Every way to run every variant and engine of a bundle, each with what keeps it from running here, if anything."""
+    variants = list(bundle.manifest.variants)
+    ways = [Candidate(variant=of, gpu=gpu, engine=name) for name, of in _engines(bundle, None) for gpu in _gpus()]
+    ways += [Candidate(variant=variant, gpu=gpu) for gpu in _gpus() for variant in variants]
+    ways += [Candidate(variant=variant) for variant in variants]
+    return [(way, _problem(way, bundle)) for way in ways]
+
+
+def _problem(candidate: Candidate, bundle: Bundle) -> TfmExportError | None:
+    try:
+        candidate.check(bundle)
+    except TfmExportError as problem:
+        return problem
+    return None
+
+
+def _place(device: Device) -> Literal["cpu"] | int | None:
+    """The CPU, the number of a GPU, or None for any."""
+    if device is None:
+        return None
+    if device == "cpu":
+        return "cpu"
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+        return device
+    if isinstance(device, str) and (found := GPU.fullmatch(device)):
+        return int(found[1] or 0)
+    raise RequestError(f'device must be None, "cpu", the number of a GPU or "cuda:NUMBER", found {device!r}')
+
+
+def _check_request(bundle: Bundle, backend: str, place: str | int | None, variant: str | None) -> None:
+    if backend not in BACKENDS:
+        raise RequestError(f"backend must be one of {', '.join(BACKENDS)}, found {backend!r}")
+    if backend == "tensorrt" and place == "cpu":
+        raise RequestError("TensorRT engines run on GPUs only", 'backend="onnxruntime", or another device')
+    if variant not in {None, "auto"}:
+        bundle.variant_path(str(variant))
+
+
+def _engines(bundle: Bundle, variant: str | None) -> list[tuple[str, str]]:
+    """Names and variants of the engines of a variant, or of all: first those nearer to fp32, then by name."""
+    order = {name: place for place, name in enumerate(PRECISIONS)}
+    found = [(name, str(facts.get("variant"))) for name, facts in bundle.manifest.engines.items()]
+    kept = [(name, of) for name, of in found if variant in {None, "auto", of}]
+    return sorted(kept, key=lambda engine: (order.get(engine[1], len(order)), engine[0]))
+
+
+def _no_engine(bundle: Bundle, variant: str | None) -> BackendUnavailable:
+    wanted = "TensorRT engine" if variant in {None, "auto"} else f"TensorRT engine of {variant}"
+    there = ", ".join(f"{name} ({of})" for name, of in _engines(bundle, None)) or "none"
+    precision = "fp16" if variant in {None, "auto"} else variant
+    return BackendUnavailable(
+        f"{bundle.path} has no {wanted}; it has {there}", f"tfm-export trt {bundle.path} --{precision} makes one"
+    )
+
+
+def _has_cuda_provider() -> bool:
+    """Whether the ONNX Runtime that is installed is the one for GPUs."""
+    try:
+        return "CUDAExecutionProvider" in require_onnxruntime().get_available_providers()
+    except BackendUnavailable:
+        return False
+
+
+def _gpus() -> list[int]:
+    """The numbers of the GPUs; [0] where there is none, for `Candidate.check` to say why."""
+    try:
+        return [device.index for device in cuda.devices()]
+    except BackendUnavailable:
+        return [0]
+
+
+def _tell(candidate: Candidate, passed: list[tuple[Candidate, TfmExportError]]) -> None:
+    """Log what was chosen and what was passed over: as a warning where there is a GPU."""
+    level = logging.WARNING if passed and _gpu_is_there() else logging.INFO
+    for other, problem in passed:
+        LOG.log(level, "%s is not used: %s", other, " ".join(problem.problems))
+    LOG.info("%s is used", candidate)
+
+
+def _gpu_is_there() -> bool:
+    try:
+        return bool(cuda.devices())
+    except BackendUnavailable:
+        return False
+
+
+def _unavailable(passed: list[tuple[Candidate, TfmExportError]]) -> TfmExportError:
+    """One error for all that was passed over: the error itself where there is but one."""
+    if len({str(problem) for _, problem in passed}) == 1:
+        return passed[0][1]
+    problems = [f"{candidate}: {' '.join(problem.problems)}" for candidate, problem in passed]
+    return BackendUnavailable(problems, DOCTOR)
