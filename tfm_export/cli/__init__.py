@@ -24,6 +24,7 @@ COMMANDS = {
     "quantize": "Add a precision variant to a bundle, if its quality is proven.",
     "verify": "Compare a bundle with PyTorch.",
     "run": "Decode texts.",
+    "bench": "Measure how fast a bundle decodes on this machine.",
     "inspect": "Show what a bundle holds.",
     "completion": "Print the script that completes commands in a shell.",
 }

@@ -1,0 +1,126 @@
+"""The process that is measured: it loads one variant and decodes what it is asked for.
+
+    python -m tfm_export.bench.worker SETTINGS
+
+SETTINGS and what comes in and goes out, a line each, are JSON. Alone in its process, a variant's memory is its own,
+and its threads do not disturb another's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tfm_export.runtime.step_model import Ids, Mask, Sentences, StepModel, StepOutput
+
+
+class TimedModel:
+    """Passes everything on, and notes when each step is over.
+
+    Attributes:
+        ends: the time at the end of every step, in seconds.
+    """
+
+    def __init__(self, model: StepModel) -> None:
+        self._model = model
+        self.dimensions, self.limits, self.gives_attention = model.dimensions, model.limits, model.gives_attention
+        self.ends: list[float] = []
+
+    def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> Sentences:
+        """Encode; the steps of what comes back are timed."""
+        return _TimedSentences(self._model.encode(source_ids, source_mask, capacity=capacity), self.ends)  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Close the model."""
+        self._model.close()
+
+
+class _TimedSentences:
+    def __init__(self, sentences: Sentences, ends: list[float]) -> None:
+        self._sentences, self._ends = sentences, ends
+
+    def step(self, *arrays: Any, **options: Any) -> StepOutput:
+        output = self._sentences.step(*arrays, **options)
+        self._ends.append(time.perf_counter())
+        return output
+
+    def append(self, other: Any) -> None:
+        self._sentences.append(other._sentences)  # noqa: SLF001 (of the same class)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sentences, name)
+
+
+def peak_megabytes() -> float:
+    """The largest resident set of this process so far, in units of 2^20 bytes; NaN where the system does not tell.
+
+    Not getrusage's: that one begins with the parent's.
+    """
+    try:
+        with open("/proc/self/status", encoding="utf-8") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
+    except (OSError, StopIteration):
+        return float("nan")
+
+
+def serve(settings: dict[str, Any], start: float) -> None:
+    """Load, say what that took, and decode until standard input ends.
+
+    Args:
+        settings: path, variant, threads, sources (ids).
+        start: when the process began to work, in seconds.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not get between the answers
+
+    def answer(**fields: Any) -> None:
+        print(json.dumps(fields), file=answers, flush=True)
+
+    import tfm_export
+    from tfm_export.decoding import DecodeOptions, generate
+
+    model = tfm_export.load(Path(settings["path"]), variant=settings["variant"], threads=settings["threads"])
+    load_seconds, loaded = time.perf_counter() - start, peak_megabytes()
+    sources, special = settings["sources"], model.bundle.manifest.special_ids
+    timed = TimedModel(model.step_model)
+
+    def decode(batch: int, beam: int, tokens: int | None) -> dict[str, Any]:
+        some = [sources[i % len(sources)] for i in range(batch)]
+        # Exactly so many tokens: every round and every variant then does the same work.
+        exact = {} if tokens is None else {"min_decoding_length": tokens, "max_decoding_length": tokens}
+        defaults = {"max_decoding_length": model.bundle.manifest.generation.max_length, **exact}
+        options = DecodeOptions(beam_size=beam, max_batch_size=batch, return_end_token=True, **defaults)
+        timed.ends.clear()
+        begin = time.perf_counter()
+        results = generate(timed, some, options, special)
+        end = time.perf_counter()
+        ends = timed.ends
+        return {
+            "seconds": end - begin,
+            "first_seconds": ends[0] - begin,
+            "step_seconds": [b - a for a, b in pairwise(ends)],
+            "tokens": sum(len(result.hypotheses[0].tokens) for result in results),
+            "peak_megabytes": peak_megabytes(),
+        }
+
+    first = decode(1, 1, settings["tokens"])["first_seconds"]
+    step_model = model.step_model
+    answer(
+        load_seconds=load_seconds,
+        first_seconds=first,
+        loaded_megabytes=loaded,
+        threads=getattr(step_model, "threads", 0),
+        backend=type(step_model).__name__,
+        provider=getattr(step_model, "provider", "CPUExecutionProvider"),
+    )
+    for line in sys.stdin:
+        answer(**decode(**json.loads(line)))
+
+
+if __name__ == "__main__":
+    serve(json.loads(sys.argv[1]), time.perf_counter())
