@@ -60,13 +60,15 @@ class Exported:
         return self.bundle.variant_path("fp32")
 
 
+_done: dict[str, Exported] = {}  # for the fixture below in every folder that uses it: an export takes seconds
+
+
 @pytest.fixture(scope="session")
 def export_configuration(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exported]:
     """Exports a configuration by name, once."""
-    done: dict[str, Exported] = {}
 
     def export(name: str) -> Exported:
-        if name not in done:
+        if name not in _done:
             model = build_tiny_model(seed=5, **{**CONFIGURATIONS, **FULL_CONFIGURATIONS}[name])
             path = tmp_path_factory.mktemp("exported")
             write_fp32_variant(model, path / "onnx" / "fp32", attention_layer=1 if name == "paper" else None)
@@ -78,8 +80,8 @@ def export_configuration(tmp_path_factory: pytest.TempPathFactory) -> Callable[[
                 generation=GenerationDefaults(max_length=length),
                 variants={"fp32": {}},
             )
-            done[name] = Exported(model, Bundle(path, manifest))
-        return done[name]
+            _done[name] = Exported(model, Bundle(path, manifest))
+        return _done[name]
 
     return export
 
