@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -43,12 +43,13 @@ class Linear:
         weight: NDArray[np.float32] = value.const_value.numpy()
         return weight.T if self.transposed else weight
 
-    def replace(self, x: ir.Value, weight: ir.Value) -> ir.Value:
-        """Put MatMul and Add in the place of the Gemm.
+    def replace(self, x: ir.Value, weight: ir.Value, *, operator: Literal["MatMul", "Gemm"] = "MatMul") -> ir.Value:
+        """Put a product and the Add of the bias in the place of the Gemm.
 
         Args:
             x: [R, K], what is multiplied instead of the Gemm's input.
             weight: [K, N], computed by nodes that are in the graph already.
+            operator: of the product; a Gemm without a bias is the same number.
 
         Returns:
             The sum, which everything that read the Gemm's output reads now; it keeps that output's name.
@@ -58,8 +59,9 @@ class Linear:
         bias = self.node.inputs[2]
         name, was_output = output.name, output.is_graph_output()
         assert not was_output, "a graph's outputs are never a Gemm's"
-        product = ir.node("MatMul", [x, weight], name=f"{self.node.name}_matmul")
-        product.outputs[0].dtype = output.dtype
+        product = ir.node(operator, [x, weight], name=f"{self.node.name}_product")
+        product.outputs[0].dtype, product.outputs[0].shape = output.dtype, output.shape
+        product.outputs[0].name = f"{name}_product"
         total = ir.node("Add", [product.outputs[0], bias], name=f"{self.node.name}_bias")
         total.outputs[0].dtype, total.outputs[0].shape = output.dtype, output.shape
         graph.insert_before(self.node, [product, total])
