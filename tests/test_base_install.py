@@ -23,6 +23,7 @@ NEED_AN_EXTRA = (
     "tfm_export.export",
     "tfm_export.checkpoints",
     "tfm_export.verify",
+    "tfm_export.runtime.onnx_cuda",
     "tfm_export.runtime.onnx_runtime",
     "tfm_export.runtime.torch_model",
 )

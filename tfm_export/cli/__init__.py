@@ -26,6 +26,7 @@ COMMANDS = {
     "run": "Decode texts.",
     "bench": "Measure how fast a bundle decodes on this machine.",
     "inspect": "Show what a bundle holds.",
+    "doctor": "Show what this machine has, and what of a bundle runs here.",
     "completion": "Print the script that completes commands in a shell.",
 }
 

@@ -182,6 +182,8 @@ def _problem(candidate: Candidate, bundle: Bundle) -> TfmExportError | None:
         candidate.check(bundle)
     except TfmExportError as problem:
         return problem
+    except Exception as problem:  # noqa: BLE001 (a survey tells what is broken, in whatever way)
+        return BackendUnavailable(f"{type(problem).__name__}: {problem}")
     return None
 
 
@@ -236,7 +238,7 @@ def _gpus() -> list[int]:
     """The numbers of the GPUs; [0] where there is none, for `Candidate.check` to say why."""
     try:
         return [device.index for device in cuda.devices()]
-    except BackendUnavailable:
+    except Exception:  # noqa: BLE001 (the check meets it again)
         return [0]
 
 
