@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfm_export.bundle import Bundle, Limits
-from tfm_export.errors import BundleError, RequestError
+from tfm_export.errors import BackendUnavailable, BundleError, RequestError
 from tfm_export.extras import require_onnxruntime
 from tfm_export.graph import (
     DECODER_STEP,
@@ -67,12 +67,14 @@ class OnnxModel:
             folder: where the graphs are, for a variant that is not part of the bundle yet.
 
         Raises:
+            BackendUnavailable: the CPU provider has no kernels for the variant's numbers.
             BundleError: the bundle has no such variant, or a graph does not load or is not of the expected form.
             RequestError: threads is less than 1.
         """
         if threads is not None and not 1 <= threads <= MOST_THREADS:
             raise RequestError(f"threads must be from 1 to {MOST_THREADS:,}, found {threads:,}")
         folder = folder or bundle.variant_path(variant)
+        _check_kernels(bundle, variant)
         self.dimensions, self.limits = bundle.manifest.dimensions, bundle.manifest.limits
         self.float_type, self.threads = PRECISIONS[variant].float_type, threads or usable_cpus()
         outputs = encoder_outputs(self.dimensions, self.float_type)
@@ -290,6 +292,17 @@ def _session_options(threads: int) -> SessionOptions:
     # Two sessions have two thread pools: idle threads of one would spin on the CPUs that the other needs.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
+
+
+def _check_kernels(bundle: Bundle, variant: str) -> None:
+    """Refuse a variant of numbers that the CPU provider cannot compute with."""
+    if PRECISIONS[variant].runs_on_cpu:
+        return
+    others = [name for name in bundle.manifest.variants if PRECISIONS[name].runs_on_cpu]
+    raise BackendUnavailable(
+        f"{variant} does not run on a CPU: ONNX Runtime has no {PRECISIONS[variant].float_type} kernels for it",
+        f"a GPU, or {' or '.join(others)} of this bundle" if others else "a GPU",
+    )
 
 
 def _load(path: Path, inputs: list[TensorSpec], outputs: list[TensorSpec], threads: int) -> InferenceSession:
