@@ -56,8 +56,8 @@ def _write_twin(folder: Path, target: Path) -> None:
     for module in ("onnx", "onnx_ir"):
         require(module, extra="quantize")
     from tfm_export.graph_files import WeightsFile, read_graph
-    from tfm_export.passes.twin import bfloat16_twin
+    from tfm_export.passes.twin import float32_twin
 
     weights = WeightsFile(target / WEIGHTS)
     for name in (ENCODER, DECODER_STEP):
-        weights.write(bfloat16_twin(read_graph(folder / name)), target / name)
+        weights.write(float32_twin(read_graph(folder / name)), target / name)
