@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import math
 import re
 import threading
 import weakref
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 from tfm_export.errors import BackendUnavailable, RequestError
 from tfm_export.extras import require
 
+ALIGNMENT = 256  # of device memory as CUDA gives it, and as TensorRT wants every tensor
 LOG = logging.getLogger(__name__)
 ANOTHER_BACKEND = 'backend="onnxruntime"; tfm-export doctor tells what can run here'
 
@@ -183,8 +183,19 @@ def _error(cudart: Any, error: Any) -> CudaError:
     return CudaError(code, f"CUDA failed: {text.decode()} ({code})", "start the process again; tfm-export doctor")
 
 
-# While a thread captures a graph, it may not free memory: what becomes free meanwhile waits.
 _capturing = threading.local()
+
+
+def when_not_capturing(free: Callable[[], None]) -> None:
+    """Free something now, or once this thread has captured its graph.
+
+    Meanwhile it may not free anything, and the garbage collector, which does not know that, may come at any time.
+    """
+    waiting: list[Callable[[], None]] | None = getattr(_capturing, "waiting", None)
+    if waiting is None:
+        free()
+    else:
+        waiting.append(free)
 
 
 class Gpu:
@@ -244,15 +255,8 @@ class Gpu:
         self.activate()
         address = int(self.call(self._cudart.cudaHostAlloc(nbytes, self._cudart.cudaHostAllocDefault)))
         block = (ctypes.c_uint8 * nbytes).from_address(address)
-        weakref.finalize(block, self._release_host, address)
+        weakref.finalize(block, self.release, "cudaFreeHost", address)
         return np.ctypeslib.as_array(block)  # refers to the block
-
-    def _release_host(self, address: int) -> None:
-        waiting: list[Callable[[], None]] | None = getattr(_capturing, "waiting", None)
-        if waiting is not None:
-            waiting.append(functools.partial(self._release_host, address))
-            return
-        self.release("cudaFreeHost", address)
 
     def release(self, function: str, handle: Any) -> None:
         """Give something back. A device that failed cannot take it, which is logged: an error would hide the first one.
@@ -261,6 +265,9 @@ class Gpu:
             function: the call that takes it, such as "cudaFree".
             handle: what it takes.
         """
+        when_not_capturing(functools.partial(self._release, function, handle))
+
+    def _release(self, function: str, handle: Any) -> None:
         (error,) = getattr(self._cudart, function)(handle)
         if int(error) not in {0, int(self._cudart.cudaError_t.cudaErrorCudartUnloading)}:
             LOG.warning("%s: %s", function, _error(self._cudart, error))
@@ -425,7 +432,7 @@ class Graph:
 
 @contextmanager
 def _frees_waiting() -> Iterator[None]:
-    """Put off what this thread's garbage collection would free."""
+    """Put off what this thread would free; see `when_not_capturing`."""
     waiting: list[Callable[[], None]] = []
     _capturing.waiting = waiting
     try:
@@ -434,8 +441,3 @@ def _frees_waiting() -> Iterator[None]:
         _capturing.waiting = None
         for free in waiting:
             free()
-
-
-def aligned(nbytes: int, to: int = 256) -> int:
-    """The next multiple: device memory that TensorRT takes begins at multiples of 256."""
-    return math.ceil(nbytes / to) * to

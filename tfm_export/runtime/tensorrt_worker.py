@@ -1,0 +1,374 @@
+"""A worker: a stream with the contexts, the memory and the captured graphs that one thread needs to run an engine."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfm_export.bundle import Limits
+from tfm_export.errors import BackendUnavailable, RequestError
+from tfm_export.graph import Dimensions, cache_output_name, cross_names, self_cache_names
+from tfm_export.runtime.cuda import ALIGNMENT, Gpu, Graph, when_not_capturing
+from tfm_export.runtime.device_memory import BatchMemory, Lease, MemoryPool, RowShape, bucket
+from tfm_export.runtime.step_buffers import Buffers, StepArrays, StepShape, encoder_arrays, encoder_inputs
+from tfm_export.runtime.step_model import Ids, Mask
+from tfm_export.runtime.tensorrt_plans import Context, Plan, Profile
+
+LOG = logging.getLogger(__name__)
+EAGER_RUNS = 2  # of a shape, before it gets a context and a graph of its own: many come once
+MOST_GRAPHS = 32  # a worker keeps
+MOST_LAYOUTS = 64
+SHORTEST_SOURCE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """The plans of an engine, loaded; all workers share them.
+
+    Attributes:
+        gpu: where.
+        encoder: its plan.
+        steps: the decoder step's plans by their capacity, the smallest first.
+        dimensions: the sizes that the graphs show.
+        limits: the longest sequences.
+        rows: what rows of caches and cross-attention keys and values are made of.
+        float_type: their dtype.
+    """
+
+    gpu: Gpu
+    encoder: Plan
+    steps: dict[int, Plan]
+    dimensions: Dimensions
+    limits: Limits
+    rows: RowShape
+    float_type: str
+
+    @property
+    def plans(self) -> list[Plan]:
+        """All of them."""
+        return [self.encoder, *self.steps.values()]
+
+    @property
+    def max_batch_size(self) -> int:
+        """The most sentences at once."""
+        return min(profile.batch for plan in self.plans for profile in plan.profiles)
+
+    @property
+    def max_source_length(self) -> int:
+        """The longest source that the plans take."""
+        return min(profile.source for plan in self.plans for profile in plan.profiles)
+
+    @property
+    def max_queries(self) -> int:
+        """The most target tokens of a step."""
+        return min(plan.profiles[-1].query for plan in self.steps.values())
+
+    @property
+    def step_queries(self) -> int:
+        """The most target tokens of a step that is captured: more come in prompts and in scoring, seldom the same."""
+        return min(plan.profiles[0].query for plan in self.steps.values())
+
+    def capacity(self, wanted: int) -> int:
+        """The slots of the plan that has as many, or else of the largest."""
+        return next((capacity for capacity in self.steps if capacity >= wanted), max(self.steps))
+
+    def close(self) -> None:
+        """Free it, once no worker has it."""
+        for plan in self.plans:
+            plan.close()
+
+
+class _Captured:
+    """A step of fixed shapes and addresses: TensorRT wants a context for each graph that nothing else changes."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.graph: Graph | None = None
+
+    def close(self) -> None:
+        if self.graph is not None:
+            self.graph.close()
+        self.context.close()
+
+
+class Worker:
+    """Runs batches one after the other. Its lock makes sure of that.
+
+    Attributes:
+        engine: what it runs.
+        stream: that all its work is put on.
+        capture_problem: why steps are not captured as CUDA graphs; None while nothing speaks against it.
+    """
+
+    def __init__(self, engine: Engine, *, reclaim: Callable[[Worker], None], closed: Callable[[Worker], None]) -> None:
+        """Make contexts and allocate what is needed whatever comes.
+
+        Args:
+            engine: what to run.
+            reclaim: asks the other workers to free memory that they do not use.
+            closed: told when everything is freed.
+
+        Raises:
+            OutOfDeviceMemory: the GPU has not enough.
+            BackendUnavailable: TensorRT cannot make a context.
+        """
+        self.engine = engine
+        self.capture_problem: str | None = None if engine.encoder.library.captures else "TensorRT-RTX does it by itself"
+        self._lock, self._busy = threading.RLock(), 0
+        self._closing, self._closed, self._tell_closed = False, False, closed
+        self._uses: Counter[tuple[int, int, int]] = Counter()
+        self._captured: OrderedDict[tuple[int, int, int], _Captured] = OrderedDict()
+        self._layouts: OrderedDict[StepShape, StepArrays] = OrderedDict()
+        self._large: Buffers | None = None
+        with ExitStack() as undo:
+            self.stream = engine.gpu.stream()
+            undo.callback(self.stream.close)
+            needed = max(plan.workspace_bytes for plan in engine.plans)
+            self._workspace = engine.gpu.allocate(max(needed, ALIGNMENT))
+            undo.callback(self._workspace.close)
+            self._contexts: dict[tuple[int, int], Context] = {}
+            undo.callback(self._close_contexts)
+            for capacity, plan in ((0, engine.encoder), *engine.steps.items()):
+                for profile in plan.profiles:
+                    self._contexts[capacity, profile.index] = plan.context(profile, self.stream, self._workspace)
+            largest = encoder_inputs(engine.max_batch_size, engine.max_source_length)
+            self._encoder_buffers = Buffers(engine.gpu, largest.nbytes)
+            undo.callback(self._encoder_buffers.close)
+            shape = StepShape(engine.max_batch_size, engine.step_queries, engine.max_source_length, max(engine.steps))
+            self._step_buffers = Buffers(engine.gpu, *StepArrays.sizes(shape, engine.dimensions))
+            names = self_cache_names(engine.dimensions), cross_names(engine.dimensions)
+            self._pool = MemoryPool(self.stream, engine.rows, names, forget=self._forget, reclaim=lambda: reclaim(self))
+            undo.pop_all()
+
+    # Memory.
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Hold the worker; nobody else uses it meanwhile."""
+        try:
+            with self._lock:
+                self._busy += 1
+                try:
+                    self.engine.gpu.activate()
+                    yield
+                finally:
+                    self._busy -= 1
+        finally:
+            self._close_if_done()
+
+    def lease(self, rows: int, source: int, capacity: int) -> Lease:
+        """Zeroed memory for a batch; the sizes are rounded up.
+
+        Raises:
+            RequestError: the engine does not take so many rows.
+            OutOfDeviceMemory: the GPU has not so much.
+        """
+        most = self.engine.max_batch_size
+        if rows > most:
+            raise RequestError(
+                f"the engine takes batches of up to {most} sentences, found {rows}",
+                f"max_batch_size={most} in the request, or tfm-export trt --max-batch-size {rows} --force",
+            )
+        memory = self._pool.take(
+            bucket(rows, most),
+            bucket(source, self.engine.max_source_length, SHORTEST_SOURCE),
+            self.engine.capacity(capacity),
+        )
+        return Lease(memory, self._give_back)
+
+    def _give_back(self, memory: BatchMemory) -> None:
+        """Called by any thread, when the garbage collector comes: nothing here waits for a lock."""
+        self._pool.give_back(memory)
+        when_not_capturing(self._close_if_done)
+
+    def free_idle(self) -> None:
+        """Free memory that no batch has, unless the worker is busy."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._pool.free_idle()
+            finally:
+                self._lock.release()
+
+    def _forget(self, memory: BatchMemory) -> None:
+        """Drop what was captured with that memory's addresses; its work has been waited for."""
+        for key in [key for key in self._captured if key[0] == memory.number]:
+            self._captured.pop(key).close()
+        for key in [key for key in self._uses if key[0] == memory.number]:
+            del self._uses[key]
+
+    # Work. The caller holds the worker.
+
+    def encode(self, source_ids: Ids, source_mask: Mask, memory: BatchMemory) -> None:
+        """Run the encoder into the memory's cross-attention keys and values; those of padding are zero."""
+        profile = self.engine.encoder.profiles[0]
+        batch, source = memory.rows, memory.source
+        inputs, addresses = encoder_arrays(self._encoder_buffers, source_ids, source_mask, batch, source)
+        context = self._contexts[0, profile.index]
+        shapes = dict.fromkeys(addresses, (batch, source))
+        outputs = {name: memory.cross.address(name) for name in memory.cross.names}
+        context.bind(memory.number, shapes, addresses | outputs)
+        self.stream.to_device(self._encoder_buffers.address, inputs)
+        context.enqueue(self.stream)
+        self._zero_padding(memory, source_mask)
+        self.stream.synchronize()
+
+    def _zero_padding(self, memory: BatchMemory, source_mask: Mask) -> None:
+        rows, length = source_mask.shape
+        memory.cross.zero_rows(self.stream, 0, rows, slots=(length, memory.source))
+        for row in np.flatnonzero(~source_mask.all(-1)).tolist():
+            edges = np.flatnonzero(np.diff(~source_mask[row], prepend=False, append=False)).tolist()
+            for first, last in zip(edges[::2], edges[1::2], strict=True):
+                memory.cross.zero_rows(self.stream, row, row + 1, slots=(first, last))
+
+    def arrays(self, memory: BatchMemory, rows: int, query: int) -> StepArrays:
+        """The arrays of a step with these rows in use, to be filled.
+
+        Raises:
+            RequestError: the engine does not take so many tokens a step.
+        """
+        most = self.engine.max_queries
+        if query > most:
+            raise RequestError(
+                f"the engine takes up to {most} tokens of a sentence a step, found {query}",
+                f"tfm-export trt --max-beam-size {query} --force, if they are beams",
+            )
+        shape = StepShape(bucket(rows, memory.rows), query, memory.source, memory.capacity)
+        found = self._layouts.get(shape)
+        if found is None:
+            found = StepArrays(self._buffers(shape), shape, self.engine.dimensions, self.engine.limits)
+            self._layouts[shape] = found
+            if len(self._layouts) > MOST_LAYOUTS:
+                self._layouts.popitem(last=False)
+        return found
+
+    def _buffers(self, shape: StepShape) -> Buffers:
+        """Where the arrays of a step lie: always in the same place for steps that are captured."""
+        sizes = StepArrays.sizes(shape, self.engine.dimensions)
+        if shape.query <= self.engine.step_queries:
+            return self._step_buffers
+        if self._large is None or not self._large.holds(*sizes):
+            self._layouts = OrderedDict(
+                (key, arrays) for key, arrays in self._layouts.items() if key.query <= self.engine.step_queries
+            )
+            if self._large is not None:
+                self._large.close()
+                self._large = None
+            self._large = Buffers(self.engine.gpu, *sizes)
+        return self._large
+
+    def step(self, memory: BatchMemory, arrays: StepArrays) -> None:
+        """Run a step whose arrays are filled; its best tokens are in them afterwards."""
+        plan = self.engine.steps[memory.capacity]
+        profile = next(p for p in plan.profiles if p.query >= arrays.shape.query)
+        key = memory.number, arrays.shape.batch, arrays.shape.query
+        self._uses[key] += 1
+        if self.capture_problem or profile is not plan.profiles[0] or self._uses[key] <= EAGER_RUNS:
+            self._run(self._contexts[memory.capacity, profile.index], memory, arrays)
+        else:
+            self._replay(key, plan, profile, memory, arrays)
+        self.stream.synchronize()
+
+    def _run(self, context: Context, memory: BatchMemory, arrays: StepArrays) -> None:
+        caches = {cache_output_name(name): memory.caches.address(name) for name in memory.caches.names}
+        addresses = {**arrays.addresses, **memory.addresses(), **caches}  # caches are updated in place
+        context.bind(
+            (memory.number, arrays.shape, arrays.addresses["target_ids"]), self._shapes(arrays.shape), addresses
+        )
+        self._submit(context, arrays)
+
+    def _submit(self, context: Context, arrays: StepArrays) -> None:
+        self.stream.to_device(arrays.addresses["target_ids"], arrays.inputs)
+        context.enqueue(self.stream)
+        self.stream.to_host(arrays.best, arrays.addresses["top_log_probs"])
+
+    def _replay(
+        self, key: tuple[int, int, int], plan: Plan, profile: Profile, memory: BatchMemory, arrays: StepArrays
+    ) -> None:
+        """Run a step as a graph. Its context runs once without: new shapes cost work that cannot be captured."""
+        captured = self._captured.get(key)
+        if captured is None:
+            captured = _Captured(plan.context(profile, self.stream, self._workspace))
+            self._captured[key] = captured
+            self._run(captured.context, memory, arrays)
+            if len(self._captured) > MOST_GRAPHS:
+                self.stream.synchronize()
+                self._captured.popitem(last=False)[1].close()
+            return
+        self._captured.move_to_end(key)
+        if captured.graph is None:
+            context = captured.context
+            try:
+                captured.graph = self.stream.capture(lambda: self._submit(context, arrays))
+            except BackendUnavailable as problem:  # nothing has run yet: it can still be run without a graph
+                self.capture_problem = str(problem)
+                LOG.warning("steps run without CUDA graphs, and slower: %s", problem)
+                self._run(context, memory, arrays)
+                return
+        captured.graph.launch()
+
+    def _shapes(self, shape: StepShape) -> dict[str, tuple[int, ...]]:
+        rows = self.engine.rows
+        batch, query, source, capacity = shape.batch, shape.query, shape.source, shape.capacity
+        cache = (batch, rows.heads, capacity, rows.head_size)
+        cross = (batch, rows.heads, source, rows.head_size)
+        return {
+            "target_ids": (batch, query),
+            "positions": (batch, query),
+            "write_index": (batch,),
+            "self_mask": (batch, 1, query, capacity),
+            "source_mask": (batch, source),
+            **dict.fromkeys(self_cache_names(self.engine.dimensions), cache),
+            **dict.fromkeys(cross_names(self.engine.dimensions), cross),
+        }
+
+    def fetch(self, arrays: Mapping[int, NDArray[Any]]) -> None:
+        """Copy from addresses on the device to arrays in pinned memory, now."""
+        for address, array in arrays.items():
+            self.stream.to_host(array, address)
+        self.stream.synchronize()
+
+    # The end.
+
+    def close(self) -> None:
+        """Free everything: now, or when the last batch has given its memory back. Waits for nobody."""
+        self._closing = True
+        self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        if not self._closing or self._pool.lent or not self._lock.acquire(blocking=False):
+            return  # whoever has the lock comes here after it
+        try:
+            if not (self._closed or self._busy or self._pool.lent):
+                self._closed = True
+                self._free()
+        finally:
+            self._lock.release()
+
+    def _free(self) -> None:
+        with ExitStack() as last:
+            last.callback(self._tell_closed, self)
+            last.callback(self.stream.close)
+            last.callback(self._workspace.close)
+            last.callback(self._step_buffers.close)
+            last.callback(self._encoder_buffers.close)
+            if self._large is not None:
+                last.callback(self._large.close)
+            last.callback(self._layouts.clear)
+            last.callback(self._close_contexts)
+            for captured in self._captured.values():
+                last.callback(captured.close)
+            last.callback(self._pool.free_idle)
+            self.engine.gpu.activate()
+            self.stream.synchronize()
+
+    def _close_contexts(self) -> None:
+        for context in self._contexts.values():
+            context.close()
