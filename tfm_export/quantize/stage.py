@@ -16,7 +16,17 @@ from tfm_export.quantize.options import QuantizeOptions, check_precision, skippe
 from tfm_export.quantize.report import MetricComparison, QuantizeReport
 from tfm_export.quantize.sensitivity import layer_costs
 from tfm_export.quantize.speed import Speed, measure_speed, overall
-from tfm_export.quantize.variant import BITS, FLOAT_TYPES, PURPOSES, STATIC, Made, Recipe, layer_names, write_variant
+from tfm_export.quantize.variant import (
+    BITS,
+    FLOAT_TYPES,
+    PURPOSES,
+    STATIC,
+    Made,
+    Recipe,
+    layer_inputs,
+    layer_names,
+    write_variant,
+)
 from tfm_export.runtime.cpu import cpu_features
 from tfm_export.runtime.onnx_runtime import OnnxModel
 from tfm_export.staging import check_part, new_part
@@ -106,9 +116,11 @@ class _Work:
         recipe = Recipe(precision=self.precision, skip=skip, reduced_range=self._reduced_range())
         if self.precision in BITS:
             return recipe
-        observations = observe(self.bundle, evidence.traces, threads=self.options.threads, progress=self.progress)
+        observe_options = {"threads": self.options.threads, "progress": self.progress}
         if self.precision in STATIC:
+            observations = observe(self.bundle, evidence.traces, layer_inputs(self.fp32), **observe_options)
             return replace(recipe, thresholds=thresholds(observations, self.options.method or DEFAULT_METHOD))
+        observations = observe(self.bundle, evidence.traces, **observe_options)
         return replace(recipe, ranges={name: o.largest for name, o in observations.items()})
 
     def _reduced_range(self) -> bool:

@@ -83,6 +83,12 @@ def layer_names(folder: Path) -> list[str]:
     return names
 
 
+def layer_inputs(folder: Path) -> list[str]:
+    """What the linear layers of the fp32 graphs of a folder read, as "graph/value", each once."""
+    models = {name: read_graph(folder / f"{name}.onnx") for name in graph_names(folder)}
+    return [*dict.fromkeys(f"{name}/{layer.input.name}" for name, m in models.items() for layer in linears(m, name))]
+
+
 def write_variant(fp32: Path, target: Path, recipe: Recipe) -> Made:
     """Make a variant.
 

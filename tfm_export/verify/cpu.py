@@ -1,4 +1,4 @@
-"""A variant's model on the CPU, to be judged: the variant itself, or its twin where the CPU lacks the kernels."""
+"""A variant's model on the CPU, to be judged: the variant itself, or its float32 twin where the CPU lacks kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.onnx_runtime import OnnxModel
 
 CPU = "onnxruntime-cpu"
-TWIN = "onnxruntime-cpu, float32 rounded like bfloat16"
+TWIN = "onnxruntime-cpu, float32 twin"
 
 
 @contextmanager
@@ -23,8 +23,8 @@ def cpu_model(
 ) -> Iterator[OnnxModel]:
     """A variant's step model on ONNX Runtime's CPU provider, closed when the block ends.
 
-    ONNX Runtime's CPU has no kernels for bfloat16: such a variant is judged by a float32 graph that rounds every value
-    as bfloat16 kernels do, see `tfm_export.passes.twin`.
+    ONNX Runtime's CPU has no kernels for bfloat16, and leaves out roundings of float16: such variants are judged by a
+    float32 graph that rounds every value as 16-bit kernels do, see `tfm_export.passes.twin`.
 
     Args:
         bundle: an open bundle.
@@ -36,7 +36,7 @@ def cpu_model(
         BackendUnavailable: a twin is needed and the package onnx is missing.
         BundleError: the bundle has no such variant, or a graph does not load.
     """
-    if PRECISIONS[variant].runs_on_cpu:
+    if PRECISIONS[variant].float_type == "float32":
         model = OnnxModel(bundle, variant=variant, folder=folder, threads=threads)
         try:
             yield model
