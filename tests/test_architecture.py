@@ -22,7 +22,7 @@ LAYERS = (
     ("model",),
     ("checkpoints",),
     ("verify",),
-    ("export", "quantize", "trt", "bench"),  # the stages
+    ("export", "quantize", "generate_graph", "trt", "bench"),  # the stages
     ("cli",),
 )
 RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}

@@ -22,6 +22,7 @@ HEAVY = {"torch", "onnx", "onnxruntime", "onnxscript", "onnx_ir", "tensorrt", "t
 NEED_AN_EXTRA = (
     "tfm_export.export",
     "tfm_export.checkpoints",
+    "tfm_export.generate_graph",
     "tfm_export.verify",
     "tfm_export.runtime.onnx_cuda",
     "tfm_export.runtime.onnx_runtime",

@@ -13,6 +13,7 @@ IR_VERSION = 11
 ENCODER = "encoder.onnx"
 DECODER_STEP = "decoder_step.onnx"
 DECODER_STEP_ATTENTION = "decoder_step_attention.onnx"
+GENERATE = "generate.onnx"
 WEIGHTS = "weights.bin"
 
 Axis = str | int
@@ -113,4 +114,30 @@ def decoder_step_outputs(
         TensorSpec("log_normaliser", "float32", ("batch", "query")),
         *(TensorSpec(cache_output_name(name), float_type, cache) for name in self_cache_names(dimensions)),
         *([TensorSpec("cross_attention", "float32", ("batch", "query", "source"))] if attention else []),
+    ]
+
+
+def generate_inputs() -> list[TensorSpec]:
+    """What generate.onnx takes.
+
+    Sources are filled up to S with any ids: source_lengths tells where they end. A row without a source, length 0,
+    gives an empty target. max_length counts the end token; it is cut to what the model takes, and is at least 1.
+    """
+    return [
+        TensorSpec("source_ids", "int64", ("batch", "source")),
+        TensorSpec("source_lengths", "int64", ("batch",)),
+        TensorSpec("max_length", "int64", ()),
+    ]
+
+
+def generate_outputs() -> list[TensorSpec]:
+    """What generate.onnx gives: T tokens a row, T being the length of the longest target.
+
+    ids has the padding id behind a row's end token. lengths counts a row's tokens, its end token included. scores is
+    the sum of their log-probabilities.
+    """
+    return [
+        TensorSpec("ids", "int64", ("batch", "target")),
+        TensorSpec("lengths", "int64", ("batch",)),
+        TensorSpec("scores", "float32", ("batch",)),
     ]

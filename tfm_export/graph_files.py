@@ -29,6 +29,31 @@ def read_graph(path: Path) -> ir.Model:
         raise BundleError(f"{path} is not an ONNX model: {problem}", "export the bundle again") from problem
 
 
+def weight_bytes(model: ir.Model) -> int:
+    """What a model's weights take, those of its subgraphs included."""
+    tensors = (value.const_value for graph in model.graphs() for value in graph.initializers.values())
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def write_graph(model: ir.Model, path: Path, *, weights_inside: bool) -> None:
+    """Write a graph whose weights lie in a file of weights already.
+
+    Args:
+        model: the graph.
+        path: its file, readable by every user.
+        weights_inside: put the weights into it; otherwise it refers to the file of weights, which must lie beside it.
+    """
+    if weights_inside:
+        model = ir.external_data.load_to_model(model)
+    _write(model, path)
+
+
+def _write(model: ir.Model, path: Path) -> None:
+    path.write_bytes(ir.serde.serialize_model(model).SerializeToString(deterministic=True))
+    onnx.checker.check_model(path)
+    os.chmod(path, 0o644)  # readable by the user that the service runs as
+
+
 class WeightsFile:
     """A file of weights that several graphs share; a tensor that occurs twice is stored once.
 
@@ -47,10 +72,8 @@ class WeightsFile:
                 tensor = value.const_value
                 if tensor is not None and tensor.nbytes >= EXTERNAL_FROM_BYTES:
                     value.const_value = self._place(tensor, file)
-        path.write_bytes(ir.serde.serialize_model(model).SerializeToString(deterministic=True))
-        onnx.checker.check_model(path)
-        for written in (path, self.path):
-            os.chmod(written, 0o644)  # readable by the user that the service runs as
+        _write(model, path)
+        os.chmod(self.path, 0o644)  # likewise
 
     def _place(self, tensor: ir.TensorProtocol, file: BinaryIO) -> ir.ExternalTensor:
         content = tensor.tobytes()  # as ONNX stores it: 4-bit numbers two a byte

@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tfm_export.bundle import MANIFEST, Bundle, Manifest
+from tfm_export.bundle import MANIFEST, Bundle, FileEntry, Manifest
 from tfm_export.errors import BundleError
 
 try:
     import fcntl
 except ImportError:  # Windows: leftovers of killed processes stay, and two writers must not meet
     fcntl = None  # type: ignore[assignment]
+
 
 def check_target(path: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
     """Make sure that a new bundle may be written to `path`; called before any work is done.
@@ -150,6 +151,62 @@ def check_part(bundle: Bundle, name: str, *, force: bool) -> None:
         raise BundleError(f"{bundle.path} has {name} already", "--force to replace it")
     if not os.access(bundle.path, os.W_OK):
         raise BundleError(f"{bundle.path} cannot be written to", "copy the bundle to where this user may write")
+
+
+@contextmanager
+def new_file(bundle: Bundle, name: str, purpose: str, *, force: bool) -> Iterator[Path]:
+    """A file to write that joins a part of a bundle; see `new_part`.
+
+    Args:
+        bundle: an open bundle; its manifest is the new one afterwards.
+        name: the file below the bundle, such as "onnx/w8/generate.onnx".
+        purpose: what it is for.
+        force: replace the file that is there.
+
+    Returns:
+        Where to write it, in a folder of its own; whatever else is written there goes.
+
+    Raises:
+        BundleError: the bundle has that file and may not lose it, its part was replaced meanwhile, it cannot be written
+            to, or the disk is full.
+    """
+    check_file(bundle, name, force=force)
+    target = bundle.path.resolve() / name
+    with _full_disk_told(bundle.path, "copy the bundle to another disk"), _staging_folder(target) as staging:
+        yield staging / target.name
+        os.chmod(staging / target.name, 0o644)  # readable by the user that the service runs as
+        with _locked(bundle.path):
+            current = Bundle.open(bundle.path, check_hashes=False)
+            check_file(current, name, force=force)
+            if _beside(current, name) != _beside(bundle, name):
+                raise BundleError(f"{target.parent} was replaced while {target.name} was made for it", "once more")
+            if name in current.manifest.files:
+                files = {n: entry for n, entry in current.manifest.files.items() if n != name}
+                current.manifest = replace(current.manifest, files=files)
+                current.save()
+            os.replace(staging / target.name, target)
+            current.add_files({name: purpose})
+            current.save()
+        bundle.manifest = current.manifest
+
+
+def check_file(bundle: Bundle, name: str, *, force: bool) -> None:
+    """Make sure that a file may be added to a part of a bundle; called before any work is done.
+
+    Raises:
+        BundleError: the bundle has that file and may not lose it, or cannot be written to.
+    """
+    if name in bundle.manifest.files and not force:
+        raise BundleError(f"{bundle.path} has {name} already", "--force to replace it")
+    for folder in (bundle.path, (bundle.path / name).parent):
+        if not os.access(folder, os.W_OK):
+            raise BundleError(f"{folder} cannot be written to", "copy the bundle to where this user may write")
+
+
+def _beside(bundle: Bundle, name: str) -> dict[str, FileEntry]:
+    """The other files of a file's part."""
+    folder = name.rpartition("/")[0]
+    return {n: entry for n, entry in bundle.manifest.files.items() if n.startswith(f"{folder}/") and n != name}
 
 
 def _has_part(bundle: Bundle, name: str) -> bool:

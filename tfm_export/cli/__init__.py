@@ -22,6 +22,7 @@ from tfm_export.errors import RequestError, TfmExportError
 COMMANDS = {
     "onnx": "Export a checkpoint to a bundle, verified against PyTorch.",
     "quantize": "Add a precision variant to a bundle, if its quality is proven.",
+    "generate-graph": "Put a bundle's whole greedy decode into one graph, for any language.",
     "verify": "Compare a bundle with PyTorch.",
     "run": "Decode texts.",
     "bench": "Measure how fast a bundle decodes on this machine.",
@@ -45,7 +46,7 @@ class CommandGroup(click.Group):
         """The command of that name, if there is one."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"tfm_export.cli.{cmd_name}").command
+        command: click.Command = importlib.import_module(f"tfm_export.cli.{cmd_name.replace('-', '_')}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002

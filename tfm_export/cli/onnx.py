@@ -39,6 +39,11 @@ from tfm_export.staging import check_target
     type=int,
     help="The decoder layer whose cross-attention --attention gives; negative counts from the last.  [default: -1]",
 )
+@click.option(
+    "--generate",
+    is_flag=True,
+    help="Also write generate.onnx: the whole greedy decode in one call, for any language (see generate-graph).",
+)
 @click.option("--no-verify", is_flag=True, help="Do not compare with PyTorch.")
 @force_option
 @json_option
@@ -50,6 +55,7 @@ def command(
     max_target_length: int | None,
     attention: bool,
     attention_layer: int | None,
+    generate: bool,
     no_verify: bool,
     force: bool,
     as_json: bool,
@@ -82,6 +88,11 @@ def command(
             force=force,
             progress=stopwatch.begin,
         )
+        generated = None
+        if generate:
+            from tfm_export.generate_graph import add_generate_graph
+
+            generated = add_generate_graph(bundle, verify=not no_verify, progress=stopwatch.begin)
     if as_json:
         click.echo(bundle.manifest.to_json(), nl=False)
         return
@@ -92,3 +103,5 @@ def command(
         click.echo(f"{output}: written, not verified")
     else:
         print_verdict(report)
+    if generated is not None:
+        print_verdict(generated)

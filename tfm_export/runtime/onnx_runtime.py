@@ -78,10 +78,10 @@ class OnnxModel:
         self.dimensions, self.limits = bundle.manifest.dimensions, bundle.manifest.limits
         self.float_type, self.threads = PRECISIONS[variant].float_type, threads or usable_cpus()
         outputs = encoder_outputs(self.dimensions, self.float_type)
-        self._encoder: InferenceSession | None = _load(folder / ENCODER, encoder_inputs(), outputs, self.threads)
+        self._encoder: InferenceSession | None = load_session(folder / ENCODER, encoder_inputs(), outputs, self.threads)
         inputs = decoder_step_inputs(self.dimensions, self.float_type)
         outputs = decoder_step_outputs(self.dimensions, self.float_type)
-        self._decoder_step: InferenceSession | None = _load(folder / DECODER_STEP, inputs, outputs, self.threads)
+        self._decoder_step: InferenceSession | None = load_session(folder / DECODER_STEP, inputs, outputs, self.threads)
         self._folder, self.gives_attention = folder, False
 
     def with_attention(self) -> OnnxModel:
@@ -102,7 +102,7 @@ class OnnxModel:
         model = copy.copy(self)
         inputs = decoder_step_inputs(self.dimensions, self.float_type)
         outputs = decoder_step_outputs(self.dimensions, self.float_type, attention=True)
-        model._decoder_step = _load(path, inputs, outputs, self.threads)  # noqa: SLF001 (a copy of this very object)
+        model._decoder_step = load_session(path, inputs, outputs, self.threads)  # noqa: SLF001 (a copy of this very object)
         model.gives_attention = True
         return model
 
@@ -305,8 +305,12 @@ def _check_kernels(bundle: Bundle, variant: str) -> None:
     )
 
 
-def _load(path: Path, inputs: list[TensorSpec], outputs: list[TensorSpec], threads: int) -> InferenceSession:
-    """Load a graph and compare its inputs and outputs with the table."""
+def load_session(path: Path, inputs: list[TensorSpec], outputs: list[TensorSpec], threads: int) -> InferenceSession:
+    """Load a graph and compare its inputs and outputs with the table.
+
+    Raises:
+        BundleError: it does not load, or they differ.
+    """
     try:
         session = onnxruntime.InferenceSession(path, _session_options(threads), providers=["CPUExecutionProvider"])
     except Exception as problem:  # its exceptions have no base class of their own

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 from tfm_export.bundle import GOLDEN, Bundle, write_text
 from tfm_export.errors import BundleError
+from tfm_export.graph import GENERATE
 from tfm_export.precision import PRECISIONS
 from tfm_export.verify.cpu import CPU, TWIN, cpu_model
+from tfm_export.verify.generate_graph import compare_generate_graph
 from tfm_export.verify.golden import BeamGolden, Golden, compare_generations, golden_text, read_golden
 from tfm_export.verify.page import parity_page
 from tfm_export.verify.report import Divergence, GenerationComparison, ParityReport, TensorComparison, reports_json
@@ -29,6 +31,7 @@ __all__ = [
     "Golden",
     "ParityReport",
     "TensorComparison",
+    "compare_generate_graph",
     "compare_generations",
     "cpu_model",
     "golden_text",
@@ -76,9 +79,11 @@ def verify_variant(
             tensors, agreement = steps.tensors, steps.argmax_agreement
         golden = read_golden(bundle, GOLDEN)
         generations = compare_generations(model, golden, manifest.special_ids, manifest.golden, precision, progress)
+    if f"onnx/{variant}/{GENERATE}" in manifest.files:
+        generations += compare_generate_graph(bundle, variant, threads=threads, progress=progress)
     return ParityReport(
         variant=variant,
-        backend=CPU if precision.runs_on_cpu else TWIN,
+        backend=CPU if precision.float_type == "float32" else TWIN,
         synthetic=bool(manifest.golden["synthetic"]),
         tensors=tensors,
         argmax_agreement=agreement,

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -19,6 +20,7 @@ from tfm_export.runtime.step_model import Ids, Mask, Sentences, StepModel
 from tfm_export.verify.report import Divergence, GenerationComparison
 
 BATCH = 32
+PADDING = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ class PaddedModel:
         columns: how many, as far as the longest source allows.
     """
 
-    def __init__(self, model: StepModel, columns: int = 7) -> None:
+    def __init__(self, model: StepModel, columns: int = PADDING) -> None:
         self._model, self._columns = model, columns
         self.dimensions, self.limits, self.gives_attention = model.dimensions, model.limits, model.gives_attention
 
@@ -127,7 +129,6 @@ def compare_generations(
         precision: how much must agree.
         progress: told what begins.
     """
-    tie_margin = FP32_TOLERANCE.limit(float(facts["own_error"]))
     searches = {"greedy": (golden, DecodeOptions(max_decoding_length=facts["max_length"], return_end_token=True))}
     with_beam = [g for g in golden if g.beam is not None]
     if with_beam:
@@ -135,26 +136,72 @@ def compare_generations(
         searches[f"beam {beam.beam_size}"] = (with_beam, beam)
     comparisons = []
     for search, (inputs, options) in searches.items():
+        decode = partial(_decode, model, options, special)
         difference = _greedy_difference if options.beam_size == 1 else _beam_difference
-        alone: list[Hypothesis] = []
-        for how, batch, runtime in (
-            ("alone", 1, model),
-            ("batched", BATCH, model),
-            ("padded", BATCH, PaddedModel(model)),
-        ):
-            progress(f"comparing golden inputs: {search}, {how}")
-            results = generate(runtime, [g.source_ids for g in inputs], replace(options, max_batch_size=batch), special)
-            best = [result.hypotheses[0] for result in results]
-            comparisons.append(_compare(f"{search}, {how}", inputs, best, difference, tie_margin, precision.agreement))
-            if how == "alone":
-                alone = best
-            elif precision.agreement < 1:
-                needed = 1.0 if precision.batch_invariant else precision.agreement
-                comparisons.append(_compare_with_alone(f"{search}, {how} as alone", inputs, alone, best, needed))
+        comparisons += compare_search(search, inputs, decode, facts, precision, progress, difference)
     return comparisons
 
 
+def _decode(
+    model: StepModel,
+    options: DecodeOptions,
+    special: SpecialIds,
+    sources: Sequence[Sequence[int]],
+    batch: int,
+    columns: int,
+) -> list[Hypothesis]:
+    runtime = PaddedModel(model, columns) if columns else model
+    results = generate(runtime, sources, replace(options, max_batch_size=batch), special)
+    return [result.hypotheses[0] for result in results]
+
+
+def _greedy_difference(index: int, golden: Golden, found: Hypothesis) -> Divergence | None:
+    """The first token that differs, with the margin that PyTorch had there."""
+    step = _first_difference(golden.tokens, found.tokens)
+    if step is None:
+        return None
+    margin = golden.margins[step] if step < len(golden.margins) else math.inf
+    return _divergence(index, golden, step, golden.tokens, found.tokens, margin)
+
+
+# Sources, how many to decode at once, columns of padding to add to them -> the best hypothesis of each, end token kept.
+Decode = Callable[[Sequence[Sequence[int]], int, int], list[Hypothesis]]
 Difference = Callable[[int, Golden, Hypothesis], Divergence | None]
+
+
+def compare_search(
+    search: str,
+    golden: Sequence[Golden],
+    decode: Decode,
+    facts: dict[str, Any],
+    precision: Precision,
+    progress: Callable[[str], None],
+    difference: Difference = _greedy_difference,
+) -> list[GenerationComparison]:
+    """The same for one way of decoding.
+
+    Args:
+        search: its name.
+        golden: the inputs.
+        decode: decodes them.
+        facts: see `compare_generations`.
+        precision: likewise.
+        progress: likewise.
+        difference: finds what is different about a hypothesis.
+    """
+    tie_margin = FP32_TOLERANCE.limit(float(facts["own_error"]))
+    comparisons: list[GenerationComparison] = []
+    alone: list[Hypothesis] = []
+    for how, batch, columns in (("alone", 1, 0), ("batched", BATCH, 0), ("padded", BATCH, PADDING)):
+        progress(f"comparing golden inputs: {search}, {how}")
+        best = decode([g.source_ids for g in golden], batch, columns)
+        comparisons.append(_compare(f"{search}, {how}", golden, best, difference, tie_margin, precision.agreement))
+        if how == "alone":
+            alone = best
+        elif precision.agreement < 1:
+            needed = 1.0 if precision.batch_invariant else precision.agreement
+            comparisons.append(_compare_with_alone(f"{search}, {how} as alone", golden, alone, best, needed))
+    return comparisons
 
 
 def _compare(
@@ -195,15 +242,6 @@ def _compare_with_alone(
         needed=needed,
         divergences=divergences,
     )
-
-
-def _greedy_difference(index: int, golden: Golden, found: Hypothesis) -> Divergence | None:
-    """The first token that differs, with the margin that PyTorch had there."""
-    step = _first_difference(golden.tokens, found.tokens)
-    if step is None:
-        return None
-    margin = golden.margins[step] if step < len(golden.margins) else math.inf
-    return _divergence(index, golden, step, golden.tokens, found.tokens, margin)
 
 
 def _beam_difference(index: int, golden: Golden, found: Hypothesis) -> Divergence | None:

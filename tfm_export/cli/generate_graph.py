@@ -1,0 +1,56 @@
+"""`tfm-export generate-graph`: a bundle's whole greedy decode in one graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from tfm_export.bundle import Bundle
+from tfm_export.cli.options import bundle_argument, force_option, json_option, threads_option
+from tfm_export.cli.progress import Stopwatch
+from tfm_export.cli.reports import print_verdict, size_text
+from tfm_export.extras import require, require_onnxruntime
+from tfm_export.graph import GENERATE
+from tfm_export.staging import check_file
+
+
+@click.command("generate-graph")
+@bundle_argument
+@click.option(
+    "--variant", default="fp32", show_default=True, help="The precision, one of those that inspect shows, or auto."
+)
+@force_option
+@threads_option
+@json_option
+def command(bundle: Path, variant: str, force: bool, threads: int | None, as_json: bool) -> None:
+    """Write generate.onnx into BUNDLE (./tfm_bundle): ids in, ids out, the loop over the decoder step inside.
+
+    With it C++, Java, JavaScript or Rust decode greedily in one call of ONNX Runtime; docs/any_language.md tells how.
+
+    \b
+    Example:
+      tfm-export generate-graph tfm_bundle --variant w8
+
+    Ends with exit code 3, and writes nothing, if the graph does not give what PyTorch gives.
+    """
+    opened = Bundle.open(bundle)
+    variant = opened.fastest_variant() if variant == "auto" else variant
+    name = f"onnx/{variant}/{GENERATE}"
+    opened.variant_path(variant)
+    check_file(opened, name, force=force)
+    for module in ("onnx", "onnx_ir"):
+        require(module, extra="quantize")
+    require_onnxruntime()
+    from tfm_export.generate_graph import add_generate_graph
+    from tfm_export.verify import reports_json
+
+    with Stopwatch() as stopwatch:
+        report = add_generate_graph(opened, variant, threads=threads, force=force, progress=stopwatch.begin)
+    assert report is not None
+    if as_json:
+        click.echo(reports_json([report]), nl=False)
+        return
+    entry = opened.manifest.files[name]
+    click.echo(f"{bundle / name}: {entry.purpose}, {size_text(entry.bytes)}")
+    print_verdict(report)

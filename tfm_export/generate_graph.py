@@ -1,0 +1,110 @@
+"""The stage that gives a variant generate.onnx: its whole greedy decode in one graph, for any language."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from tfm_export import graph
+from tfm_export.bundle import GOLDEN, Bundle, write_text
+from tfm_export.errors import BundleError, ParityError, RequestError
+from tfm_export.graph_files import read_graph, weight_bytes, write_graph
+from tfm_export.passes.generate_graph import build_generate_graph
+from tfm_export.precision import PRECISIONS
+from tfm_export.staging import check_file, new_file
+from tfm_export.verify import ParityReport, compare_generate_graph, reports_json
+
+# A file with everything in it is the simplest to ship; a large one is not worth having twice.
+MOST_BYTES_INSIDE = 100_000_000
+
+Progress = Callable[[str], None]
+
+
+def add_generate_graph(
+    bundle: Bundle,
+    variant: str = "fp32",
+    *,
+    verify: bool = True,
+    threads: int | None = None,
+    force: bool = False,
+    progress: Progress = lambda _: None,
+) -> ParityReport | None:
+    """Write generate.onnx beside the two graphs it is made of, once it gives for the golden inputs what PyTorch gave.
+
+    A file of up to 100 MB holds its weights; a larger one refers to the variant's weights.bin. What was measured is
+    also written to reports/generate_<variant>.json.
+
+    Args:
+        bundle: an open bundle; its manifest is the new one afterwards.
+        variant: the precision.
+        verify: compare it with PyTorch before it is put in place.
+        threads: threads to verify with; None for the CPUs this process may use.
+        force: replace the file that is there.
+        progress: told what begins.
+
+    Returns:
+        What was measured, if it was.
+
+    Raises:
+        BundleError: the bundle has no such variant, has the file already, lacks golden inputs or cannot be written to.
+        ParityError: the graph does not give what the variant may give; the bundle is as it was.
+        RequestError: the variant cannot be verified on a CPU.
+    """
+    name = f"onnx/{variant}/{graph.GENERATE}"
+    folder = bundle.variant_path(variant)
+    check_generate_graph(bundle, variant, verify=verify, force=force)
+    progress(f"putting {variant}'s decode into one graph")
+    manifest = bundle.manifest
+    model = build_generate_graph(
+        read_graph(folder / graph.ENCODER),
+        read_graph(folder / graph.DECODER_STEP),
+        manifest.special_ids,
+        max_target_length=manifest.limits.max_target_length,
+    )
+    inside = weight_bytes(model) <= MOST_BYTES_INSIDE
+    purpose = f"the whole greedy decode in one call, {'weights inside' if inside else f'beside {graph.WEIGHTS}'}"
+    report = None
+    with new_file(bundle, name, purpose, force=force) as path:
+        if not inside:
+            _link(folder / graph.WEIGHTS, path.parent / graph.WEIGHTS)
+        write_graph(model, path, weights_inside=inside)
+        if verify:
+            report = _verify(bundle, variant, path, threads, progress)
+    if report is not None:
+        (bundle.path / "reports").mkdir(exist_ok=True)
+        write_text(bundle.path / "reports" / f"generate_{variant}.json", reports_json([report]))
+    return report
+
+
+def check_generate_graph(bundle: Bundle, variant: str, *, verify: bool = True, force: bool = False) -> None:
+    """Make sure that `add_generate_graph` can do its work; called before any is done."""
+    bundle.variant_path(variant)
+    check_file(bundle, f"onnx/{variant}/{graph.GENERATE}", force=force)
+    if verify and GOLDEN not in bundle.manifest.files:
+        raise BundleError(f"{bundle.path} has no {GOLDEN} to verify against", "export the bundle again")
+    if verify and not PRECISIONS[variant].runs_on_cpu:
+        raise RequestError(f"ONNX Runtime's CPU provider has no kernels for {variant}", "another variant")
+
+
+def _link(file: Path, link: Path) -> None:
+    """Have a file in two places."""
+    try:
+        os.link(file, link)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(file, link)
+
+
+def _verify(bundle: Bundle, variant: str, path: Path, threads: int | None, progress: Progress) -> ParityReport:
+    report = ParityReport(
+        variant=variant,
+        backend=f"onnxruntime-cpu, {graph.GENERATE}",
+        synthetic=bool(bundle.manifest.golden["synthetic"]),
+        tensors=[],
+        argmax_agreement=None,
+        generations=compare_generate_graph(bundle, variant, path=path, threads=threads, progress=progress),
+    )
+    if not report.passed:
+        raise ParityError(report.problems(), "report this with the checkpoint's configuration")
+    return report
