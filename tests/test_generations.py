@@ -1,8 +1,10 @@
-"""Whole generations from a bundle on ONNX Runtime: PyTorch's tokens, in whatever company."""
+"""Whole generations from a bundle on ONNX Runtime and on emulated TensorRT: PyTorch's tokens, in whatever company."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,13 @@ import torch
 from reference_model import SpecialIds as ReferenceSpecialIds
 from reference_model import Transformer, load_checkpoint
 from reference_model import search as reference_search
+from tests.emulation import emulated_gpu
+from tests.emulation.engines import add_engine
 from tfm_export.bundle import Bundle, SpecialIds
 from tfm_export.decoding import DecodeOptions, Request, Result, generate
 from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.step_model import StepModel
+from tfm_export.runtime.tensorrt_model import TensorRTModel
 from tfm_export.runtime.torch_model import TorchModel
 
 LONGEST = 14
@@ -33,27 +39,48 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Models:
-    """One checkpoint: its bundle on ONNX Runtime, and PyTorch in single precision."""
+    """One checkpoint: its bundle on a backend, and PyTorch in single precision."""
 
-    onnx: OnnxModel
+    bundle: StepModel
     torch: TorchModel
     reference: Transformer
     special: SpecialIds
 
 
-@pytest.fixture(scope="module")
-def models(tiny_bundle: Path, tiny_checkpoint: Path) -> Iterator[Models]:
+@contextmanager
+def onnxruntime(bundle: Bundle, _: Path) -> Iterator[StepModel]:
+    model = OnnxModel(bundle, threads=1)
+    yield model
+    model.close()
+
+
+@contextmanager
+def tensorrt(bundle: Bundle, folder: Path) -> Iterator[StepModel]:
+    """An emulated GPU, on which nothing may be left."""
+    with_engine = Bundle(shutil.copytree(bundle.path, folder / "bundle"), bundle.manifest)
+    add_engine(with_engine, max_batch_size=12, capacities=(8, 24, 80))
+    with emulated_gpu() as machine:
+        model = TensorRTModel(with_engine, "emulated")
+    yield model
+    model.close()
+    assert machine.leaks() == machine.violations == []
+    assert machine.calls["cudaGraphLaunch"] > 100
+
+
+@pytest.fixture(scope="module", params=[onnxruntime, tensorrt], ids=lambda backend: str(backend.__name__))
+def models(
+    request: pytest.FixtureRequest, tiny_bundle: Path, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Models]:
     bundle, reference = Bundle.open(tiny_bundle), load_checkpoint(tiny_checkpoint).model
     manifest = bundle.manifest
-    onnx = OnnxModel(bundle, threads=1)
-    yield Models(onnx, TorchModel(reference, limits=manifest.limits), reference, manifest.special_ids)
-    onnx.close()
+    with request.param(bundle, tmp_path_factory.mktemp("backend")) as model:
+        yield Models(model, TorchModel(reference, limits=manifest.limits), reference, manifest.special_ids)
 
 
 @pytest.fixture(scope="module")
 def requests(models: Models) -> list[Request]:
     """Sources of many lengths, some with a forced prefix, each with a seed of its own."""
-    generator, size = np.random.default_rng(8), models.onnx.dimensions.source_vocabulary_size
+    generator, size = np.random.default_rng(8), models.bundle.dimensions.source_vocabulary_size
     sources = [[*generator.integers(4, size, length).tolist(), 2] for length in (3, 11, 1, 7, 5, 5, 17, 2, 9, 4)]
     return [Request(source=s, target_prefix=[9, 12][: i % 3], seed=i) for i, s in enumerate(sources)]
 
@@ -80,7 +107,7 @@ def test_the_references_tokens_and_log_probs(models: Models, requests: list[Requ
     options = DecodeOptions(
         beam_size=beam_size, num_hypotheses=beam_size, max_decoding_length=LONGEST, max_batch_size=4
     )
-    for source, result in zip(sources, generate(models.onnx, sources, options, models.special), strict=True):
+    for source, result in zip(sources, generate(models.bundle, sources, options, models.special), strict=True):
         expected = reference_hypotheses(models, source, beam_size)
         assert [h.tokens for h in result.hypotheses] == [h.tokens for h in expected]
         for hypothesis, reference in zip(result.hypotheses, expected, strict=True):
@@ -91,7 +118,7 @@ def test_the_references_tokens_and_log_probs(models: Models, requests: list[Requ
 @pytest.mark.parametrize("method", METHODS)
 def test_the_same_as_on_pytorch(models: Models, requests: list[Request], method: str) -> None:
     options = DecodeOptions(**METHODS[method], max_batch_size=4)
-    found, expected = (generate(model, requests, options, models.special) for model in (models.onnx, models.torch))
+    found, expected = (generate(model, requests, options, models.special) for model in (models.bundle, models.torch))
     assert_same(found, expected, 1e-4)
     assert len({tuple(h.tokens) for result in found for h in result.hypotheses}) >= 8
 
@@ -99,12 +126,12 @@ def test_the_same_as_on_pytorch(models: Models, requests: list[Request], method:
 @pytest.mark.parametrize("method", METHODS)
 def test_alone_batched_shuffled_padded(models: Models, requests: list[Request], method: str) -> None:
     def decode(some: list[Request], batch: int) -> list[Result]:
-        return generate(models.onnx, some, DecodeOptions(**METHODS[method], max_batch_size=batch), models.special)
+        return generate(models.bundle, some, DecodeOptions(**METHODS[method], max_batch_size=batch), models.special)
 
     alone = [result for request in requests for result in decode([request], 1)]
     assert_same(decode(requests, len(requests)), alone, 1e-5)
     assert_same(decode(requests, 3), alone, 1e-5)
     order = np.random.default_rng(0).permutation(len(requests)).tolist()
     assert_same(decode([requests[i] for i in order], 3), [alone[i] for i in order], 1e-5)
-    longest = Request(source=[5] * models.onnx.limits.max_source_length, seed=99)
+    longest = Request(source=[5] * models.bundle.limits.max_source_length, seed=99)
     assert_same(decode([*requests, longest], len(requests) + 1)[:-1], alone, 1e-5)

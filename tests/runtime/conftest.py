@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from dataclasses import dataclass
 
 import pytest
 
 from reference_model import Transformer
 from tests.conftest import build_tiny_model
+from tests.emulation import Machine, emulated_gpu
+from tests.emulation.engines import add_engine
 from tfm_export.bundle import Bundle, GenerationDefaults, Limits, Manifest, SpecialIds
 from tfm_export.export.variant import dimensions_of, write_fp32_variant
 from tfm_export.runtime.onnx_runtime import OnnxModel
 from tfm_export.runtime.step_model import StepModel
+from tfm_export.runtime.tensorrt_model import TensorRTModel
 from tfm_export.runtime.torch_model import TorchModel
 
 LIMITS = Limits(max_source_length=40, max_target_length=50)
@@ -21,12 +25,14 @@ ATTENTION_LAYER = 1
 
 @dataclass(frozen=True)
 class Backends:
-    """The same weights three times; `exact` computes in float64."""
+    """The same weights on every backend; `exact` computes in float64, and TensorRT runs on an emulated GPU."""
 
     bundle: Bundle
     onnx: OnnxModel
     torch: TorchModel
     exact: TorchModel
+    tensorrt: TensorRTModel
+    machine: Machine
 
 
 def in_float64(model: Transformer, limits: Limits) -> TorchModel:
@@ -47,10 +53,14 @@ def backends(tmp_path_factory: pytest.TempPathFactory) -> Backends:
     )
     bundle = Bundle(path, manifest)
     exact = in_float64(model, LIMITS)
-    return Backends(bundle, OnnxModel(bundle, threads=1), TorchModel(model, limits=LIMITS), exact)
+    with_engine = Bundle(shutil.copytree(path, path.with_name("with_engine")), manifest)
+    add_engine(with_engine)
+    with emulated_gpu() as machine:
+        engine = TensorRTModel(with_engine, "emulated")
+    return Backends(bundle, OnnxModel(bundle, threads=1), TorchModel(model, limits=LIMITS), exact, engine, machine)
 
 
-@pytest.fixture(params=["onnx", "torch"])
+@pytest.fixture(params=["onnx", "torch", "tensorrt"])
 def step_model(request: pytest.FixtureRequest, backends: Backends) -> StepModel:
     """Each backend in turn."""
     model: StepModel = getattr(backends, request.param)

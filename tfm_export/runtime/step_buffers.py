@@ -135,8 +135,10 @@ class Buffers:
         return both <= self._both and both + device_only <= self._device.nbytes
 
     def close(self) -> None:
-        """Free the device's part; the pinned part goes with the arrays that show it."""
+        """Free the device's part; the pinned part goes with the last array that shows it."""
         self._device.close()
+        self.host = np.zeros(0, np.uint8)
+        self.user = None
 
 
 class StepArrays:
