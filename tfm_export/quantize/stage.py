@@ -191,7 +191,7 @@ class _Work:
         """What ONNX Runtime made of the graphs; that it made what is fast, where that is the point of the variant."""
         if self.target != "cpu":
             return {}
-        fused = fused_operators(folder, self.precision)
+        fused = fused_operators(folder)
         if self.precision in BITS:
             check_fused(folder, self.precision, [name for name in made.quantized if not name.endswith("/embedding")])
         return {name: dict(counts) for name, counts in fused.items()}

@@ -136,8 +136,7 @@ def convert(model: ir.Model, name: str, recipe: Recipe) -> tuple[list[str], dict
             skip=skip,
         )
     if f"{name}/embedding" not in skip:
-        quantize_embeddings(model, name)
-        done = [f"{name}/embedding", *done]
+        done = [*quantize_embeddings(model, name), *done]
     return done, {layer: "chosen" for layer in every if layer in skip}
 
 

@@ -56,7 +56,13 @@ class OnnxModel:
     """
 
     def __init__(
-        self, bundle: Bundle, *, variant: str = "fp32", threads: int | None = None, folder: Path | None = None
+        self,
+        bundle: Bundle,
+        *,
+        variant: str = "fp32",
+        threads: int | None = None,
+        folder: Path | None = None,
+        exact: bool = False,
     ) -> None:
         """Load the two graphs of a variant.
 
@@ -65,6 +71,8 @@ class OnnxModel:
             variant: the precision, a folder under onnx/.
             threads: threads an operator may use; None for the CPUs this process may use.
             folder: where the graphs are, for a variant that is not part of the bundle yet.
+            exact: compute with the numbers that the files of a quantised variant hold, in float32: slower, and weights
+                take the memory of fp32. Otherwise ONNX Runtime also rounds the activations of w8 and w4 to 8 bits.
 
         Raises:
             BackendUnavailable: the CPU provider has no kernels for the variant's numbers.
@@ -77,12 +85,15 @@ class OnnxModel:
         _check_kernels(bundle, variant)
         self.dimensions, self.limits = bundle.manifest.dimensions, bundle.manifest.limits
         self.float_type, self.threads = PRECISIONS[variant].float_type, threads or usable_cpus()
+        self._folder, self.gives_attention, self._exact = folder, False, exact
         outputs = encoder_outputs(self.dimensions, self.float_type)
-        self._encoder: InferenceSession | None = load_session(folder / ENCODER, encoder_inputs(), outputs, self.threads)
+        self._encoder: InferenceSession | None = self._load(ENCODER, encoder_inputs(), outputs)
         inputs = decoder_step_inputs(self.dimensions, self.float_type)
         outputs = decoder_step_outputs(self.dimensions, self.float_type)
-        self._decoder_step: InferenceSession | None = load_session(folder / DECODER_STEP, inputs, outputs, self.threads)
-        self._folder, self.gives_attention = folder, False
+        self._decoder_step: InferenceSession | None = self._load(DECODER_STEP, inputs, outputs)
+
+    def _load(self, name: str, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> InferenceSession:
+        return load_session(self._folder / name, inputs, outputs, self.threads, exact=self._exact)
 
     def with_attention(self) -> OnnxModel:
         """The same model with steps that give attention; slower. The two share the encoder.
@@ -93,8 +104,7 @@ class OnnxModel:
         """
         if self._encoder is None:
             raise RequestError("the model is closed", "load the bundle again")
-        path = self._folder / DECODER_STEP_ATTENTION
-        if not path.is_file():
+        if not (self._folder / DECODER_STEP_ATTENTION).is_file():
             raise RequestError(
                 f"the bundle has no {DECODER_STEP_ATTENTION}, so its steps cannot give attention",
                 "tfm-export onnx CHECKPOINT --attention",
@@ -102,7 +112,7 @@ class OnnxModel:
         model = copy.copy(self)
         inputs = decoder_step_inputs(self.dimensions, self.float_type)
         outputs = decoder_step_outputs(self.dimensions, self.float_type, attention=True)
-        model._decoder_step = load_session(path, inputs, outputs, self.threads)  # noqa: SLF001 (a copy of this very object)
+        model._decoder_step = self._load(DECODER_STEP_ATTENTION, inputs, outputs)  # noqa: SLF001 (a copy of this object)
         model.gives_attention = True
         return model
 
@@ -282,7 +292,8 @@ def _bind_output(binding: IOBinding, name: str, array: NDArray[Any]) -> None:
     binding.bind_ortvalue_output(name, onnxruntime.OrtValue.ortvalue_from_numpy(array))
 
 
-def _session_options(threads: int) -> SessionOptions:
+def session_options(threads: int, *, exact: bool = False) -> SessionOptions:
+    """How the graphs of a bundle are run; see `OnnxModel` for the arguments."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -291,6 +302,11 @@ def _session_options(threads: int) -> SessionOptions:
     options.enable_mem_pattern = False
     # Two sessions have two thread pools: idle threads of one would spin on the CPUs that the other needs.
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    # What MatMulNBits, made of DequantizeLinear and Gemm, multiplies weights of 8 and 4 bits with: activations rounded
+    # to 8 bits, a scale a block. Its level 1 takes them as they are, but dequantises all 8-bit weights at each call.
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
+    if exact:  # nothing is made of DequantizeLinear, so that of constants is computed once, when the graph loads
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
     return options
 
 
@@ -305,14 +321,17 @@ def _check_kernels(bundle: Bundle, variant: str) -> None:
     )
 
 
-def load_session(path: Path, inputs: list[TensorSpec], outputs: list[TensorSpec], threads: int) -> InferenceSession:
-    """Load a graph and compare its inputs and outputs with the table.
+def load_session(
+    path: Path, inputs: list[TensorSpec], outputs: list[TensorSpec], threads: int, *, exact: bool = False
+) -> InferenceSession:
+    """Load a graph and compare its inputs and outputs with the table; see `OnnxModel` for the other arguments.
 
     Raises:
         BundleError: it does not load, or they differ.
     """
     try:
-        session = onnxruntime.InferenceSession(path, _session_options(threads), providers=["CPUExecutionProvider"])
+        options = session_options(threads, exact=exact)
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as problem:  # its exceptions have no base class of their own
         raise BundleError(
             f"{path} cannot be loaded by ONNX Runtime {onnxruntime.__version__}: {problem}", "export the bundle again"
