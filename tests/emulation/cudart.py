@@ -89,6 +89,8 @@ class Cudart:
         self._machine, self._driver, self._runtime = machine, driver, runtime
 
     def cudaDriverGetVersion(self) -> tuple[Any, ...]:
+        if self._driver < 0:
+            raise RuntimeError("Failed to dlopen libcuda.so.1")  # as cuda-python 12 does
         return 0, self._driver
 
     def cudaRuntimeGetVersion(self) -> tuple[Any, ...]:

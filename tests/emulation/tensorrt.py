@@ -425,11 +425,13 @@ class Run:
                     raise machine.error(f"{name} is not set")
                 if not array.any(-1).all():
                     raise machine.error(f"{name} has a row that sees nothing")
-            elif name.startswith(("self_", "cross_")) and not np.isfinite(array).all():
+            elif array.dtype == np.int64 and (array < 0).any():
+                raise machine.error(f"{name} is not set")
+            elif array.dtype == np.float32 and not np.isfinite(array).all():
                 raise machine.error(f"{name} has numbers that are not finite: it was not zeroed")
         if "write_index" in feeds:
             query, capacity = feeds["self_mask"].shape[2:]
-            if (feeds["write_index"] < 0).any() or (feeds["write_index"] + query > capacity).any():
+            if (feeds["write_index"] + query > capacity).any():
                 raise machine.error("a step writes past the capacity")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from reference_model import Transformer
 from tests.conftest import build_tiny_model
-from tests.emulation import Machine, emulated_gpu
+from tests.emulation import emulated_gpu
 from tests.emulation.engines import add_engine
 from tfm_export.bundle import Bundle, GenerationDefaults, Limits, Manifest, SpecialIds
 from tfm_export.export.variant import dimensions_of, write_fp32_variant
@@ -32,7 +32,7 @@ class Backends:
     torch: TorchModel
     exact: TorchModel
     tensorrt: TensorRTModel
-    machine: Machine
+    with_engine: Bundle
 
 
 def in_float64(model: Transformer, limits: Limits) -> TorchModel:
@@ -55,9 +55,9 @@ def backends(tmp_path_factory: pytest.TempPathFactory) -> Backends:
     exact = in_float64(model, LIMITS)
     with_engine = Bundle(shutil.copytree(path, path.with_name("with_engine")), manifest)
     add_engine(with_engine)
-    with emulated_gpu() as machine:
+    with emulated_gpu():
         engine = TensorRTModel(with_engine, "emulated")
-    return Backends(bundle, OnnxModel(bundle, threads=1), TorchModel(model, limits=LIMITS), exact, engine, machine)
+    return Backends(bundle, OnnxModel(bundle, threads=1), TorchModel(model, limits=LIMITS), exact, engine, with_engine)
 
 
 @pytest.fixture(params=["onnx", "torch", "tensorrt"])

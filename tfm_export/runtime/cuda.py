@@ -107,6 +107,22 @@ def driver_release(root: Path = Path("/")) -> str | None:
     return found and found[1]
 
 
+def find_device(index: int) -> Device:
+    """One of the GPUs that this process may use; nothing is put on it.
+
+    Args:
+        index: its number among them.
+
+    Raises:
+        BackendUnavailable: see `devices`; or there are not so many.
+    """
+    found = devices()
+    if 0 <= index < len(found):
+        return found[index]
+    names = ", ".join(f"{device.index} ({device.name})" for device in found)
+    raise BackendUnavailable(f"there is no GPU {index}; there are {names}", "another device, or CUDA_VISIBLE_DEVICES")
+
+
 def open_gpu(index: int = 0) -> Gpu:
     """A GPU to work with.
 
@@ -114,16 +130,9 @@ def open_gpu(index: int = 0) -> Gpu:
         index: its number among those that this process may use.
 
     Raises:
-        BackendUnavailable: see `devices`; or there are not so many.
+        BackendUnavailable: see `find_device`.
     """
-    cudart = _cudart()
-    found = devices()
-    if not 0 <= index < len(found):
-        names = ", ".join(f"{device.index} ({device.name})" for device in found)
-        raise BackendUnavailable(
-            f"there is no GPU {index}; there are {names}", "another device, or CUDA_VISIBLE_DEVICES"
-        )
-    return Gpu(cudart, found[index])
+    return Gpu(_cudart(), find_device(index))
 
 
 def _cudart() -> Any:
@@ -132,7 +141,11 @@ def _cudart() -> Any:
 
 def _driver(cudart: Any) -> int:
     """The driver's CUDA version as CUDA writes it."""
-    if version := int(_value(cudart, cudart.cudaDriverGetVersion())):
+    try:
+        version = int(_value(cudart, cudart.cudaDriverGetVersion()))
+    except RuntimeError:  # from cuda-python 12, which loads the driver itself
+        version = 0
+    if version:
         return version
     raise BackendUnavailable("there is no NVIDIA driver", f"install the driver of the GPU, or {ANOTHER_BACKEND}")
 

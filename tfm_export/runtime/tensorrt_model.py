@@ -6,6 +6,7 @@ Shapes are rounded up to a few, the rows added being inert, so that a shape that
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from contextlib import ExitStack
@@ -28,8 +29,9 @@ from tfm_export.runtime.device_memory import RowShape
 from tfm_export.runtime.step_model import Ids, Mask
 from tfm_export.runtime.tensorrt_plans import Library, Plan, RuntimeCacheFile
 from tfm_export.runtime.tensorrt_sentences import TensorRTSentences
-from tfm_export.runtime.tensorrt_worker import Engine, Worker
+from tfm_export.runtime.tensorrt_worker import CLOSED, Engine, Worker
 
+LOG = logging.getLogger(__name__)
 MOST_WORKERS = 4  # threads that run at the same time; more share them, for each has memory of its own
 
 
@@ -46,12 +48,9 @@ def check_engine(bundle: Bundle, engine: str, device: int = 0) -> EngineRecord:
         BackendUnavailable: its TensorRT is not installed, there is no such GPU, or it was built for others.
     """
     record = read_engine(bundle, engine)
-    _check_runs_here(record, Library(record.flavor), cuda.open_gpu(device))
+    library, gpu = Library(record.flavor), cuda.find_device(device)
+    check_runs_here(record, record.flavor, library.version, gpu.compute_capability)
     return record
-
-
-def _check_runs_here(record: EngineRecord, library: Library, gpu: Gpu) -> None:
-    check_runs_here(record, record.flavor, library.version, gpu.device.compute_capability)
 
 
 class TensorRTModel:
@@ -81,12 +80,9 @@ class TensorRTModel:
         """
         if workers < 1:
             raise RequestError(f"workers must be at least 1, found {workers}")
-        record = read_engine(bundle, engine)
-        library, gpu = Library(record.flavor), cuda.open_gpu(device)
-        _check_runs_here(record, library, gpu)
-        self.record, self.gives_attention = record, False
+        self.record, self.gives_attention = check_engine(bundle, engine, device), False
         try:
-            loaded = _load(bundle, record, library, gpu)
+            loaded = _load(bundle, self.record, Library(self.record.flavor), cuda.open_gpu(device))
             self._workers = Workers(loaded, workers)
         except cuda.OutOfDeviceMemory as problem:
             raise BackendUnavailable(
@@ -104,7 +100,7 @@ class TensorRTModel:
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> TensorRTSentences:
         """Run the encoder on a padded batch and set up its caches; see `StepModel.encode`."""
         if not self._close.alive:
-            raise RequestError("the model is closed", "load the bundle again")
+            raise RequestError(*CLOSED)
         check_encode(source_ids, source_mask, capacity, dimensions=self.dimensions, limits=self.limits)
         return TensorRTSentences(self._workers.of_this_thread(), source_ids, source_mask, capacity)
 
@@ -175,7 +171,11 @@ class Workers:
         return next((worker.capture_problem for worker in [*self._seats] if worker.capture_problem), None)
 
     def of_this_thread(self) -> Worker:
-        """The worker of the calling thread."""
+        """The worker of the calling thread.
+
+        Raises:
+            RequestError: the model was closed meanwhile.
+        """
         seat: _Seat | None = getattr(self._here, "seat", None)
         if seat is None:
             with self._lock:
@@ -185,10 +185,18 @@ class Workers:
         return seat.worker
 
     def _least_used(self) -> Worker:
-        worker = min(self._seats, key=lambda worker: len(self._seats[worker]))
-        if self._seats[worker] and len(self._seats) < self._most:
+        used = {worker: len(seats) for worker, seats in [*self._seats.items()]}
+        if not used:
+            raise RequestError(*CLOSED)
+        worker = min(used, key=lambda worker: used[worker])
+        if not used[worker] or len(used) >= self._most:
+            return worker
+        try:
             return self._add()
-        return worker
+        except cuda.OutOfDeviceMemory as problem:
+            LOG.info("%d threads share the GPU, for there is no memory for more: %s", len(used), problem)
+            self._most = len(used)
+            return worker
 
     def _add(self) -> Worker:
         worker = Worker(self._engine, reclaim=self._reclaim, closed=self._closed)

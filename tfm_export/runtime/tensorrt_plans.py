@@ -67,9 +67,8 @@ class Library:
             BackendUnavailable: TensorRT does not take it.
         """
         self._log.taken()
-        runtime = self.module.Runtime(self._log)
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
-            engine = runtime.deserialize_cuda_engine(plan)
+            engine = self.module.Runtime(self._log).deserialize_cuda_engine(plan)  # which keeps the runtime
         if engine is None:
             raise self.failure(f"load {path}")
         return engine
@@ -160,7 +159,7 @@ class Plan:
             BackendUnavailable: TensorRT does not take it.
             BundleError: it is not of the expected form.
         """
-        self.library, self.path, self._cache_file = library, path, cache
+        self.library, self.path, self._cache_file, self._lock = library, path, cache, threading.Lock()
         self._engine = library.deserialize(path)
         sizes: dict[str, int] = {} if capacity is None else {"capacity": capacity}
         if problems := [*self._problems(inputs, sizes, "INPUT"), *self._problems(outputs, sizes, "OUTPUT")]:
@@ -181,11 +180,13 @@ class Plan:
         problems += [f"{word} {name} is not one of the expected" for name in found - wanted.keys()]
         for name in found & wanted.keys():
             shape = [sizes.get(axis, -1) if isinstance(axis, str) else axis for axis in wanted[name].axes]
-            expected = f"{wanted[name].dtype} {shape}"
+            found_shape = [int(size) for size in engine.get_tensor_shape(name)]
             kind = str(engine.get_tensor_dtype(name)).rpartition(".")[2]
-            actual = f"{_TYPES.get(kind, kind)} {list(engine.get_tensor_shape(name))}"
-            if actual != expected:
-                problems.append(f"{word} {name} must be {expected}, found {actual}")
+            kind = _TYPES.get(kind, kind)
+            # TensorRT need not know a size that it could have worked out.
+            same = len(shape) == len(found_shape) and all(f in {-1, s} for f, s in zip(found_shape, shape, strict=True))
+            if kind != wanted[name].dtype or not same:
+                problems.append(f"{word} {name} must be {wanted[name].dtype} {shape}, found {kind} {found_shape}")
             if mode == "OUTPUT" and name.endswith("_out"):
                 alias = engine.get_aliased_input_tensor(name)
                 if alias is None or cache_output_name(alias) != name:
@@ -228,7 +229,8 @@ class Plan:
             BackendUnavailable: TensorRT cannot make it.
         """
         self.library.failure("")  # forget what others said
-        context = self._engine.create_execution_context(self._config)
+        with self._lock:  # TensorRT's objects are not safe to use from several threads
+            context = self._engine.create_execution_context(self._config)
         if context is None:
             raise self.library.failure(f"make a context of {self.path}")
         context.set_device_memory(workspace.address, workspace.nbytes)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tfm_export.bundle import Limits
 from tfm_export.errors import BackendUnavailable, RequestError
 from tfm_export.graph import Dimensions, cache_output_name, cross_names, self_cache_names
-from tfm_export.runtime.cuda import ALIGNMENT, Gpu, Graph, when_not_capturing
+from tfm_export.runtime.cuda import ALIGNMENT, CudaError, Gpu, Graph, when_not_capturing
 from tfm_export.runtime.device_memory import BatchMemory, Lease, MemoryPool, RowShape, bucket
 from tfm_export.runtime.step_buffers import Buffers, StepArrays, StepShape, encoder_arrays, encoder_inputs
 from tfm_export.runtime.step_model import Ids, Mask
@@ -27,6 +27,7 @@ EAGER_RUNS = 2  # of a shape, before it gets a context and a graph of its own: m
 MOST_GRAPHS = 32  # a worker keeps
 MOST_LAYOUTS = 64
 SHORTEST_SOURCE = 8
+CLOSED = "the model is closed", "load the bundle again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,17 +153,33 @@ class Worker:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Hold the worker; nobody else uses it meanwhile."""
+        """Hold the worker; nobody else uses it meanwhile.
+
+        Raises:
+            RequestError: it is closed.
+        """
         try:
             with self._lock:
+                if self._closed:
+                    raise RequestError(*CLOSED)
                 self._busy += 1
                 try:
                     self.engine.gpu.activate()
                     yield
+                except BaseException:
+                    self._settle()
+                    raise
                 finally:
                     self._busy -= 1
         finally:
             self._close_if_done()
+
+    def _settle(self) -> None:
+        """Wait for what was put on the stream before something failed: the next call writes to the same memory."""
+        try:
+            self.stream.synchronize()
+        except CudaError as problem:
+            LOG.warning("%s", problem)  # the first error is the one to raise
 
     def lease(self, rows: int, source: int, capacity: int) -> Lease:
         """Zeroed memory for a batch; the sizes are rounded up.
