@@ -86,15 +86,27 @@ class Progress:
 
 
 class Stopwatch:
-    """Prints what begins and, when the next thing does or the block ends, how long the last one took."""
+    """Prints what begins and, when the next thing does or the block ends, how long the last one took.
+
+    What is told again with another count behind its last comma ("..., 32 of 200") is one thing: on a terminal the count
+    goes up in place, elsewhere it stays the first one.
+    """
 
     def __init__(self) -> None:
         self._started: float | None = None
+        self._thing, self._shown = "", ""
 
     def begin(self, what: str) -> None:
-        """Say what begins."""
+        """Say what begins, or how far it has come."""
+        thing = _without_count(what)
+        if self._started is not None and thing == self._thing != what:
+            if sys.stderr.isatty():
+                click.echo(f"\r{what} ... ".ljust(len(self._shown) + 1), nl=False, err=True)
+                self._shown = f"{what} ... "
+            return
         self.end()
-        click.echo(f"{what} ... ", nl=False, err=True)
+        self._thing, self._shown = thing, f"{what} ... "
+        click.echo(self._shown, nl=False, err=True)
         self._started = time.perf_counter()
 
     def end(self) -> None:
@@ -110,3 +122,9 @@ class Stopwatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end()
+
+
+def _without_count(what: str) -> str:
+    """What is being done, without how far it is."""
+    thing, _, count = what.rpartition(", ")
+    return thing if thing and count[:1].isdigit() else what

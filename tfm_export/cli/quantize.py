@@ -163,7 +163,7 @@ def print_report(report: QuantizeReport) -> None:
         print_check(
             m.passed,
             f"{m.name} on {m.sources:,} sources: {m.variant:.2f}, fp32 {m.fp32:.2f} "
-            f"({m.loss:+.2f} points worse, {m.limit:.2f} accepted)",
+            f"({abs(m.loss):.2f} points {'worse' if m.loss > 0 else 'better'}, {m.limit:.2f} worse is accepted)",
         )
     for speed in report.speeds:
         times = f"{speed.variant:.2f} ms a step, fp32 {speed.fp32:.2f}"

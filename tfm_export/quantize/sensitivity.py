@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -50,11 +50,8 @@ def layer_costs(
     truth = teacher_forced(model, some)
     model.close()
     costs = {}
-    # In the bundle's own folder, so that the weights can be linked instead of copied.
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".sensitivity.") as temporary:
-        work = Path(temporary)
-        for file in folder.iterdir():
-            os.link(file, work / file.name)
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(shutil.copytree(folder, Path(temporary) / "graphs"))
         for i, layer in enumerate(layers):
             progress(f"measuring what each layer costs, {i + 1} of {len(layers)}")
             name = layer.partition("/")[0]
@@ -62,8 +59,7 @@ def layer_costs(
             model = OnnxModel(bundle, variant=recipe.precision, folder=work, threads=threads)
             costs[layer] = _divergence(truth, teacher_forced(model, some))
             model.close()
-            (work / f"{name}.onnx").unlink()
-            os.link(folder / f"{name}.onnx", work / f"{name}.onnx")
+            shutil.copy(folder / f"{name}.onnx", work / f"{name}.onnx")
     return dict(sorted(costs.items(), key=lambda item: -item[1]))
 
 
@@ -99,7 +95,6 @@ def _write_graph(folder: Path, work: Path, name: str, recipe: Recipe) -> None:
     """One graph with the recipe applied; what it does not change stays in the fp32 file of weights."""
     model = read_graph(folder / f"{name}.onnx")
     convert(model, name, recipe)
-    (work / f"{name}.onnx").unlink()
     (work / f"{name}.onnx").write_bytes(ir.serde.serialize_model(model).SerializeToString())
 
 
