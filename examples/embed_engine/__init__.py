@@ -1,0 +1,1 @@
+"""A service around a bundle: requests from many threads, decoded together. See README.md."""
