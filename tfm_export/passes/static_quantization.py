@@ -122,7 +122,7 @@ class _Format:
         label: what names of constants end with.
         weights: their type.
         activations: their type.
-        zero_point: of the activations; that of weights is 0.
+        zero_point: of the activations, while that of weights is 0; None where neither is written down.
         weight_levels: the largest number that a weight is stored as.
         activation_levels: the number that a threshold is stored as, above the zero point.
     """
@@ -130,14 +130,17 @@ class _Format:
     label: str
     weights: ir.DataType
     activations: ir.DataType
-    zero_point: int
+    zero_point: int | None
     weight_levels: int
     activation_levels: int
 
     @classmethod
     def of(cls, numbers: str, zero_point: int, reduced_range: bool) -> _Format:
+        """The numbers that `quantize_static` is asked for."""
         if numbers == "fp8":
-            return cls("fp8", ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E4M3FN, 0, FP8_LEVELS, FP8_LEVELS)
+            # With a zero point, ONNX Runtime 1.32 takes a Relu before QuantizeLinear away: for any type but int8 and
+            # uint8 it believes that nothing below 0 can be stored.
+            return cls("fp8", ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E4M3FN, None, FP8_LEVELS, FP8_LEVELS)
         activations = ir.DataType.UINT8 if zero_point else ir.DataType.INT8
         levels = REDUCED_LEVELS if reduced_range else INT8_LEVELS
         return cls("int8", ir.DataType.INT8, activations, zero_point, levels, INT8_LEVELS)
@@ -145,17 +148,16 @@ class _Format:
 
 def _quantize_input(model: ir.Model, layer: Linear, threshold: float, format_: _Format) -> ir.Value:
     """Put QuantizeLinear and DequantizeLinear behind a layer's input; give what comes out."""
-    x = layer.input
-    scale = add_initializer(
-        model, f"{x.name}_scale", scales(np.array(threshold, np.float64), format_.activation_levels)
-    )
-    zero = add_initializer(
-        model, f"{x.name}_zero_point", np.array(format_.zero_point).astype(format_.activations.numpy())
-    )
-    quantize = ir.node("QuantizeLinear", [x, scale, zero], name=f"{x.name}_quantize")
+    x, type_ = layer.input, format_.activations
+    scale = scales(np.array(threshold, np.float64), format_.activation_levels)
+    constants = [add_initializer(model, f"{x.name}_scale", scale)]
+    if format_.zero_point is not None:
+        zero = np.array(format_.zero_point, type_.numpy())
+        constants.append(add_initializer(model, f"{x.name}_zero_point", zero))
+    quantize = ir.node("QuantizeLinear", [x, *constants], {"output_dtype": type_}, name=f"{x.name}_quantize")
     quantized = quantize.outputs[0]
-    quantized.name, quantized.dtype, quantized.shape = f"{x.name}_quantized", format_.activations, x.shape
-    dequantize = ir.node("DequantizeLinear", [quantized, scale, zero], name=f"{x.name}_dequantize")
+    quantized.name, quantized.dtype, quantized.shape = f"{x.name}_quantized", type_, x.shape
+    dequantize = ir.node("DequantizeLinear", [quantized, *constants], name=f"{x.name}_dequantize")
     dequantized = dequantize.outputs[0]
     dequantized.name, dequantized.dtype, dequantized.shape = f"{x.name}_dequantized", ir.DataType.FLOAT, x.shape
     graph = layer.node.graph
@@ -166,13 +168,16 @@ def _quantize_input(model: ir.Model, layer: Linear, threshold: float, format_: _
 
 def _quantize_weight(model: ir.Model, layer: Linear, format_: _Format) -> ir.Value:
     """Store a layer's weight [K, N] in 8 bits with a scale a column; give what DequantizeLinear makes of it."""
-    weight = layer.weight()
+    weight, base = layer.weight(), f"{layer.name.partition('/')[2]}.weight"
     numbers, scale = quantize_columns(weight, format_.weight_levels, format_.weights)
-    base = f"{layer.name.partition('/')[2]}.weight"
-    stored = add_initializer(model, f"{base}_{format_.label}", numbers)
-    scale_value = add_initializer(model, f"{base}_scale", scale)
-    zero = add_initializer(model, f"{base}_zero_point", np.zeros(scale.shape, format_.weights.numpy()))
-    node = ir.node("DequantizeLinear", [stored, scale_value, zero], {"axis": 1}, name=f"{base}_dequantize")
+    constants = [
+        add_initializer(model, f"{base}_{format_.label}", numbers),
+        add_initializer(model, f"{base}_scale", scale),
+    ]
+    if format_.zero_point is not None:
+        zero = np.zeros(scale.shape, format_.weights.numpy())
+        constants.append(add_initializer(model, f"{base}_zero_point", zero))
+    node = ir.node("DequantizeLinear", constants, {"axis": 1}, name=f"{base}_dequantize")
     dequantized = node.outputs[0]
     dequantized.name, dequantized.dtype = f"{base}_dequantized", ir.DataType.FLOAT
     dequantized.shape = ir.Shape(weight.shape)
