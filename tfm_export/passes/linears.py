@@ -59,6 +59,7 @@ class Linear:
         bias = self.node.inputs[2]
         name, was_output = output.name, output.is_graph_output()
         assert not was_output, "a graph's outputs are never a Gemm's"
+        assert output.dtype is not None
         product = ir.node(operator, [x, weight], name=f"{self.node.name}_product")
         product.outputs[0].dtype, product.outputs[0].shape = output.dtype, output.shape
         product.outputs[0].name = f"{name}_product"

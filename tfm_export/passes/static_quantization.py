@@ -225,5 +225,5 @@ def scales(largest: NDArray[np.floating], levels: int) -> NDArray[np.float32]:
     rounded = np.ldexp(np.ceil(fraction * _SIGNIFICANT) / _SIGNIFICANT, exponent)
     if top >= _FLOAT16_NORMAL:
         rounded = np.maximum(np.ceil(rounded / _FLOAT16_STEP) * _FLOAT16_STEP, _FLOAT16_STEP)
-    smallest = float(np.finfo(np.float32).tiny)
-    return np.maximum(rounded, smallest).astype(np.float32)
+    found: NDArray[np.float32] = np.maximum(rounded, np.finfo(np.float32).tiny).astype(np.float32)
+    return found
