@@ -65,6 +65,7 @@ class EngineRecord:
         attention: "fused", one kernel each; or "decomposed".
         profiles: of every plan, a mapping from inputs to their shapes for each optimisation profile.
         build_seconds: how long the build took.
+        proofs: what was found of every plan: layers by type, bytes.
         tools: versions of what made it.
         format_version: of engine.json.
     """
@@ -87,6 +88,7 @@ class EngineRecord:
     attention: str
     profiles: dict[str, tuple[dict[str, Shapes], ...]]
     build_seconds: float
+    proofs: dict[str, dict[str, Any]] = field(default_factory=dict)
     tools: dict[str, str] = field(default_factory=dict)
     format_version: int = ENGINE_FORMAT_VERSION
 
@@ -126,7 +128,7 @@ class EngineRecord:
             )
         known = {f.name for f in fields(cls)}
         problems = [f"{path} has a field that is not known: {name}" for name in state.keys() - known]
-        problems += [f"{path} lacks the field {name}" for name in known - state.keys() - {"tools"}]
+        problems += [f"{path} lacks the field {name}" for name in known - state.keys() - {"tools", "proofs"}]
         if problems:
             raise BundleError(sorted(problems), hint)
         return cls(**{name: _frozen(value) for name, value in state.items()})

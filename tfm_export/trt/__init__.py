@@ -1,0 +1,1 @@
+"""ONNX to TensorRT engines: the only place that imports a TensorRT builder."""

@@ -1,0 +1,92 @@
+"""What TensorRT's ONNX parser would ignore or misread, found before it is asked.
+
+A parser that ignores an input warns, and builds an engine that gives wrong numbers: measured with `nonpad_kv_seqlen` of
+Attention. So what is not known to be read is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from tfm_export.errors import BuildError
+
+# Words of TensorRT's warnings that mean that something of the graph is left out.
+IGNORED = ("unused input", "will be ignored", "is ignored")
+
+_ATTENTION_ATTRIBUTES = {"scale"}
+_SCATTER_ATTRIBUTES = {"axis": -2, "mode": "linear"}
+
+
+def check_graph(name: str, model: ir.Model) -> None:
+    """Make sure that the parser reads all of a graph.
+
+    Args:
+        name: of the graph, for messages.
+        model: what is to be compiled.
+
+    Raises:
+        BuildError: naming every node and input that would be ignored or misread.
+    """
+    problems = [f"{name}: {problem}" for problem in _problems(model)]
+    if problems:
+        raise BuildError(problems, "export the bundle again with this version of tfm-export")
+
+
+def check_warnings(name: str, warnings: list[str]) -> None:
+    """Make sure that the parser did not leave anything out.
+
+    Args:
+        name: of the graph, for messages.
+        warnings: what TensorRT said while it parsed.
+
+    Raises:
+        BuildError: it left something out.
+    """
+    found = [text for text in warnings if any(words in text.lower() for words in IGNORED)]
+    if found:
+        raise BuildError([f"{name}: TensorRT's parser leaves something out: {text}" for text in found])
+
+
+def _problems(model: ir.Model) -> Iterator[str]:
+    for value in model.graph.inputs:
+        if not value.uses() and not value.is_graph_output():
+            yield f"the input {value.name} is read by nothing, and the parser would drop it"
+    for node in model.graph:
+        if node.domain not in {"", "ai.onnx"}:
+            yield f"{node.op_type} {node.name!r} is of the domain {node.domain}, which the parser does not know"
+        elif node.op_type == "Attention":
+            yield from _attention_problems(node)
+        elif node.op_type == "TensorScatter":
+            yield from _scatter_problems(node)
+
+
+def _attention_problems(node: ir.Node) -> Iterator[str]:
+    given = [value is not None for value in node.inputs]
+    if given[:4] != [True] * 4 or any(given[4:]):
+        extra = [
+            name
+            for name, there in zip(("past_key", "past_value", "nonpad_kv_seqlen"), given[4:], strict=False)
+            if there
+        ]
+        found = f"{', '.join(extra)} too" if extra else f"{sum(given)} inputs"
+        yield f"Attention {node.name!r} must have a query, a key, a value and a mask alone, found {found}"
+    if len([value for value in node.outputs if value.uses() or value.is_graph_output()]) > 1:
+        yield f"Attention {node.name!r} must have one output: the parser reads no other"
+    ranks = [None if value is None or value.shape is None else len(value.shape) for value in node.inputs[:4]]
+    if any(rank not in {None, 4} for rank in ranks):
+        yield f"Attention {node.name!r} must have inputs of 4 axes, found {ranks}"
+    for name in sorted(node.attributes.keys() - _ATTENTION_ATTRIBUTES):
+        if node.attributes[name].value:
+            yield f"Attention {node.name!r} has {name}, which is not known to be read"
+
+
+def _scatter_problems(node: ir.Node) -> Iterator[str]:
+    for name, expected in _SCATTER_ATTRIBUTES.items():
+        found = node.attributes[name].value if name in node.attributes else None
+        if found != expected:
+            yield f"TensorScatter {node.name!r} must have {name} {expected}, found {found}"
+    cache = node.inputs[0]
+    if cache is None or cache.shape is None or len(cache.shape) != 4 or not isinstance(cache.shape[2], int):
+        yield f"TensorScatter {node.name!r} must write to a cache of 4 axes with a fixed capacity"
