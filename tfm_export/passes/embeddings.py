@@ -175,7 +175,7 @@ def _replace(old: ir.Node, new: list[ir.Node]) -> None:
     assert graph is not None
     now.dtype, now.shape, name = was.dtype, was.shape, was.name
     graph.insert_before(old, new)
-    ir.convenience.replace_all_uses_with(was, now)
+    ir.convenience.replace_all_uses_with(was, now, replace_graph_outputs=True)
     graph.remove(old, safe=True)
     now.name = name
 
