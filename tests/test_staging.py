@@ -15,7 +15,7 @@ import pytest
 from tests.test_bundle import MANIFEST, make_bundle
 from tfm_export.bundle import Bundle, Manifest, write_text
 from tfm_export.errors import BundleError
-from tfm_export.staging import check_part, new_bundle, new_part
+from tfm_export.staging import check_part, new_bundle, new_file, new_part
 
 
 def with_variant(manifest: Manifest, name: str, facts: dict[str, Any]) -> Manifest:
@@ -162,3 +162,96 @@ def test_a_bundle_that_may_not_be_written_to_is_told(path: Path, monkeypatch: py
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(BundleError, match="cannot be written to"):
         check_part(Bundle(path, MANIFEST), "onnx/w8", force=False)
+
+
+GRAPH = "onnx/w8/generate.onnx"
+
+
+def add_file(path: Path, content: str, *, force: bool = False) -> Bundle:
+    """Add onnx/w8/generate.onnx."""
+    bundle = Bundle.open(path)
+    with new_file(bundle, GRAPH, "one call", force=force) as file:
+        file.write_text(content)
+    return bundle
+
+
+def test_a_file_joins_a_part_readable_by_all(path: Path) -> None:
+    add_variant(path, "w8", "eight")
+    before = tree(path)
+    bundle = add_file(path, "a graph")
+    assert tree(path) == sorted([*before, GRAPH])
+    assert (path / GRAPH).stat().st_mode & 0o777 == 0o644
+    for found in (bundle, Bundle.open(path)):
+        assert found.manifest.files[GRAPH].purpose == "one call"
+
+
+def test_a_file_is_replaced_only_with_force(path: Path) -> None:
+    add_variant(path, "w8", "eight")
+    add_file(path, "a graph")
+    with pytest.raises(BundleError, match=r"(?s)has onnx/w8/generate.onnx already.*--force"):
+        add_file(path, "another")
+    assert (path / GRAPH).read_text() == "a graph"
+    add_file(path, "another", force=True)
+    assert (path / GRAPH).read_text() == "another"
+    Bundle.open(path)
+
+
+def test_a_file_that_fails_leaves_nothing(path: Path) -> None:
+    add_variant(path, "w8", "eight")
+    before = tree(path)
+
+    def fill_and_fail() -> None:
+        with new_file(Bundle.open(path), GRAPH, "one call", force=False) as file:
+            file.write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fill_and_fail()
+    assert tree(path) == before
+    assert GRAPH not in Bundle.open(path).manifest.files
+
+
+@pytest.mark.parametrize("content", ["eight", "other weights"])
+def test_a_file_does_not_join_a_part_that_was_replaced_meanwhile(path: Path, content: str) -> None:
+    add_variant(path, "w8", "eight")
+
+    def write_while_the_part_is_replaced() -> None:
+        with new_file(Bundle.open(path), GRAPH, "one call", force=False) as file:
+            file.write_text("of the old weights")
+            add_variant(path, "w8", content, force=True)
+
+    with pytest.raises(BundleError, match=r"(?s)onnx/w8 was replaced while generate.onnx.*once more"):
+        write_while_the_part_is_replaced()
+    assert GRAPH not in Bundle.open(path).manifest.files
+    assert not (path / GRAPH).exists()
+
+
+def test_a_file_goes_with_the_part_that_is_replaced(path: Path) -> None:
+    add_variant(path, "w8", "eight")
+    add_file(path, "a graph")
+    add_variant(path, "w8", "other weights", force=True)
+    assert GRAPH not in Bundle.open(path).manifest.files
+    assert not (path / GRAPH).exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_what_a_killed_writer_left_of_a_file_goes_with_the_next_one(path: Path) -> None:
+    add_variant(path, "w8", "eight")
+
+    def write(content: str, pause: float) -> None:
+        with new_file(Bundle.open(path), GRAPH, "one call", force=True) as file:
+            file.write_text(content)
+            time.sleep(pause)
+
+    writer = run(write, "killed", 60)
+    while not (leftovers := [p for p in path.glob("onnx/w8/.generate.onnx.new.*") if p.read_text()]):
+        time.sleep(0.01)
+    write("meanwhile", 0)
+    assert leftovers[0].read_text() == "killed", "what a living process writes is not a leftover"
+    assert writer.pid
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.join()
+    write("next", 0)
+    assert sorted(p.name for p in (path / "onnx/w8").iterdir()) == ["generate.onnx", "graph.onnx"]
+    assert (path / GRAPH).read_text() == "next"
+    Bundle.open(path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,8 +65,6 @@ def add_generate_graph(
     purpose = f"the whole greedy decode in one call, {'weights inside' if inside else f'beside {graph.WEIGHTS}'}"
     report = None
     with new_file(bundle, name, purpose, force=force) as path:
-        if not inside:
-            _link(folder / graph.WEIGHTS, path.parent / graph.WEIGHTS)
         write_graph(model, path, weights_inside=inside)
         if verify:
             report = _verify(bundle, variant, path, threads, progress)
@@ -81,19 +77,11 @@ def add_generate_graph(
 def check_generate_graph(bundle: Bundle, variant: str, *, verify: bool = True, force: bool = False) -> None:
     """Make sure that `add_generate_graph` can do its work; called before any is done."""
     bundle.variant_path(variant)
-    check_file(bundle, f"onnx/{variant}/{graph.GENERATE}", force=force)
-    if verify and GOLDEN not in bundle.manifest.files:
-        raise BundleError(f"{bundle.path} has no {GOLDEN} to verify against", "export the bundle again")
     if verify and not PRECISIONS[variant].runs_on_cpu:
         raise RequestError(f"ONNX Runtime's CPU provider has no kernels for {variant}", "another variant")
-
-
-def _link(file: Path, link: Path) -> None:
-    """Have a file in two places."""
-    try:
-        os.link(file, link)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(file, link)
+    if verify and GOLDEN not in bundle.manifest.files:
+        raise BundleError(f"{bundle.path} has no {GOLDEN} to verify against", "export the bundle again")
+    check_file(bundle, f"onnx/{variant}/{graph.GENERATE}", force=force)
 
 
 def _verify(bundle: Bundle, variant: str, path: Path, threads: int | None, progress: Progress) -> ParityReport:

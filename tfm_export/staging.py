@@ -1,7 +1,7 @@
 """Writing bundles, and parts of them, so that nothing half-written is ever seen.
 
-A new bundle, or a new part such as onnx/w8, is made in a hidden sibling folder and renamed. Whoever writes holds a lock
-on that folder, so that what a killed process left behind can be told from what is being written, and goes.
+A new bundle, a new part such as onnx/w8, or a new file of a part is made in a hidden sibling and renamed. Whoever
+writes holds a lock on that, so that what a killed process left behind can be told from what is being written, and goes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def new_bundle(path: Path, manifest: Manifest, *, force: bool) -> Iterator[Bundl
     path = path.resolve()  # a link stays, and what it points to is replaced
     with _full_disk_told(path, "use another disk with -o"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _staging_folder(path) as staging:
+        with _staging(path, _empty_folder) as staging:
             bundle = Bundle(staging, manifest)
             yield bundle
             bundle.save()
@@ -114,7 +114,7 @@ def new_part(bundle: Bundle, name: str, *, force: bool, forget: Callable[[Manife
     target = bundle.path.resolve() / name
     with _full_disk_told(bundle.path, "copy the bundle to another disk"):
         target.parent.mkdir(exist_ok=True)
-        with _staging_folder(target) as staging:
+        with _staging(target, _empty_folder) as staging:
             part = Part(staging)
             yield part
             for file in staging.iterdir():
@@ -164,7 +164,7 @@ def new_file(bundle: Bundle, name: str, purpose: str, *, force: bool) -> Iterato
         force: replace the file that is there.
 
     Returns:
-        Where to write it, in a folder of its own; whatever else is written there goes.
+        Where to write it: a hidden file beside its place, so that it can refer to the part's other files.
 
     Raises:
         BundleError: the bundle has that file and may not lose it, its part was replaced meanwhile, it cannot be written
@@ -172,19 +172,19 @@ def new_file(bundle: Bundle, name: str, purpose: str, *, force: bool) -> Iterato
     """
     check_file(bundle, name, force=force)
     target = bundle.path.resolve() / name
-    with _full_disk_told(bundle.path, "copy the bundle to another disk"), _staging_folder(target) as staging:
-        yield staging / target.name
-        os.chmod(staging / target.name, 0o644)  # readable by the user that the service runs as
+    with _full_disk_told(bundle.path, "copy the bundle to another disk"), _staging(target, _empty_file) as staging:
+        yield staging
         with _locked(bundle.path):
             current = Bundle.open(bundle.path, check_hashes=False)
             check_file(current, name, force=force)
-            if _beside(current, name) != _beside(bundle, name):
+            if not staging.exists() or _beside(current, name) != _beside(bundle, name):
                 raise BundleError(f"{target.parent} was replaced while {target.name} was made for it", "once more")
             if name in current.manifest.files:
                 files = {n: entry for n, entry in current.manifest.files.items() if n != name}
                 current.manifest = replace(current.manifest, files=files)
                 current.save()
-            os.replace(staging / target.name, target)
+            os.chmod(staging, 0o644)  # readable by the user that the service runs as
+            os.replace(staging, target)
             current.add_files({name: purpose})
             current.save()
         bundle.manifest = current.manifest
@@ -223,35 +223,57 @@ def _full_disk_told(path: Path, hint: str) -> Iterator[None]:
         raise BundleError(f"{path} could not be written: {problem}{free}", f"make room, or {hint}") from problem
 
 
+def _empty_folder(parent: Path, prefix: str) -> Path:
+    return Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
+
+
+def _empty_file(parent: Path, prefix: str) -> Path:
+    descriptor, name = tempfile.mkstemp(dir=parent, prefix=prefix)
+    os.close(descriptor)
+    return Path(name)
+
+
 @contextmanager
-def _staging_folder(path: Path) -> Iterator[Path]:
-    """A hidden folder beside `path`, locked while it lives; those that killed processes left behind are removed."""
+def _staging(path: Path, make: Callable[[Path, str], Path]) -> Iterator[Path]:
+    """Something hidden beside `path`, locked while it lives; what killed processes left behind is removed.
+
+    Args:
+        path: where it will be.
+        make: makes it in a folder, with a name that begins so.
+    """
     prefix = f".{path.name}.new."
     for leftover in path.parent.glob(f"{glob.escape(prefix)}*"):
         _remove_if_abandoned(leftover)
     while True:
-        staging = Path(tempfile.mkdtemp(dir=path.parent, prefix=prefix))
+        staging = make(path.parent, prefix)
         try:
             with _locked(staging):
-                if staging.is_dir():  # another process may have taken it for a leftover before it was locked
+                if staging.exists():  # another process may have taken it for a leftover before it was locked
                     yield staging
                     return
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            _remove(staging)
 
 
-def _remove_if_abandoned(folder: Path) -> None:
-    """Remove a staging folder that no living process holds the lock of."""
+def _remove(staging: Path) -> None:
+    if staging.is_dir():
+        shutil.rmtree(staging, ignore_errors=True)
+    else:
+        staging.unlink(missing_ok=True)
+
+
+def _remove_if_abandoned(staging: Path) -> None:
+    """Remove what no living process holds the lock of."""
     try:
-        with _locked(folder, wait=False):
-            shutil.rmtree(folder, ignore_errors=True)
+        with _locked(staging, wait=False):
+            _remove(staging)
     except OSError:
         return  # it is being written to, or is another user's
 
 
 @contextmanager
-def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the lock on a folder.
+def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold the lock on a folder or a file.
 
     Raises:
         OSError: somebody else has it, and this is not to wait.
@@ -261,7 +283,7 @@ def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
             raise OSError
         yield
         return
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield

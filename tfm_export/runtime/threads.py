@@ -5,6 +5,21 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tfm_export.errors import RequestError
+
+MOST_THREADS = 1024  # ONNX Runtime starts them all, and each session its own
+
+
+def threads_to_use(threads: int | None) -> int:
+    """The number of computing threads that was asked for, or for None the CPUs that this process may use.
+
+    Raises:
+        RequestError: it is below 1 or above `MOST_THREADS`.
+    """
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise RequestError(f"threads must be from 1 to {MOST_THREADS:,}, found {threads:,}")
+    return threads or usable_cpus()
+
 
 def usable_cpus(root: Path = Path("/")) -> int:
     """CPUs that computing threads can have at the same time; at least 1.

@@ -13,7 +13,7 @@ from tfm_export.decoding import Hypothesis
 from tfm_export.graph import GENERATE, generate_inputs, generate_outputs
 from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.onnx_runtime import load_session
-from tfm_export.runtime.threads import usable_cpus
+from tfm_export.runtime.threads import threads_to_use
 from tfm_export.verify.golden import compare_search, read_golden
 from tfm_export.verify.report import GenerationComparison
 
@@ -28,10 +28,11 @@ class GenerateModel:
 
     Raises:
         BundleError: it does not load, or its inputs and outputs are not those of the graph table.
+        RequestError: threads is less than 1 or more than can be started.
     """
 
     def __init__(self, path: Path, bundle: Bundle, *, threads: int | None = None) -> None:
-        self._session = load_session(path, generate_inputs(), generate_outputs(), threads or usable_cpus())
+        self._session = load_session(path, generate_inputs(), generate_outputs(), threads_to_use(threads))
         self._limits, self._special = bundle.manifest.limits, bundle.manifest.special_ids
 
     def decode(
