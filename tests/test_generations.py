@@ -1,4 +1,4 @@
-"""Whole generations from a bundle on ONNX Runtime and on emulated TensorRT: PyTorch's tokens, in whatever company."""
+"""Whole generations from a bundle on ONNX Runtime and on emulated GPUs: PyTorch's tokens, in whatever company."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from reference_model import Transformer, load_checkpoint
 from reference_model import search as reference_search
 from tests.emulation import emulated_gpu
 from tests.emulation.engines import add_engine
+from tests.emulation.onnx_cuda import emulated_provider
 from tfm_export.bundle import Bundle, SpecialIds
 from tfm_export.decoding import DecodeOptions, Request, Result, generate
+from tfm_export.runtime.onnx_cuda import OnnxCudaModel
 from tfm_export.runtime.onnx_runtime import OnnxModel
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.runtime.tensorrt_model import TensorRTModel
@@ -67,7 +69,19 @@ def tensorrt(bundle: Bundle, folder: Path) -> Iterator[StepModel]:
     assert machine.calls["cudaGraphLaunch"] > 100
 
 
-@pytest.fixture(scope="module", params=[onnxruntime, tensorrt], ids=lambda backend: str(backend.__name__))
+@contextmanager
+def onnxruntime_cuda(bundle: Bundle, _: Path) -> Iterator[StepModel]:
+    """An emulated GPU, too."""
+    with emulated_provider() as machine:
+        model = OnnxCudaModel(bundle)
+    yield model
+    model.close()
+    assert machine.leaks() == machine.violations == []
+
+
+@pytest.fixture(
+    scope="module", params=[onnxruntime, tensorrt, onnxruntime_cuda], ids=lambda backend: str(backend.__name__)
+)
 def models(
     request: pytest.FixtureRequest, tiny_bundle: Path, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Models]:

@@ -12,8 +12,10 @@ from reference_model import Transformer
 from tests.conftest import build_tiny_model
 from tests.emulation import emulated_gpu
 from tests.emulation.engines import add_engine
+from tests.emulation.onnx_cuda import emulated_provider
 from tfm_export.bundle import Bundle, GenerationDefaults, Limits, Manifest, SpecialIds
 from tfm_export.export.variant import dimensions_of, write_fp32_variant
+from tfm_export.runtime.onnx_cuda import OnnxCudaModel
 from tfm_export.runtime.onnx_runtime import OnnxModel
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.runtime.tensorrt_model import TensorRTModel
@@ -25,13 +27,14 @@ ATTENTION_LAYER = 1
 
 @dataclass(frozen=True)
 class Backends:
-    """The same weights on every backend; `exact` computes in float64, and TensorRT runs on an emulated GPU."""
+    """The same weights on every backend; `exact` computes in float64, and those of GPUs run on an emulated one."""
 
     bundle: Bundle
     onnx: OnnxModel
     torch: TorchModel
     exact: TorchModel
     tensorrt: TensorRTModel
+    onnx_cuda: OnnxCudaModel
     with_engine: Bundle
 
 
@@ -57,10 +60,20 @@ def backends(tmp_path_factory: pytest.TempPathFactory) -> Backends:
     add_engine(with_engine)
     with emulated_gpu():
         engine = TensorRTModel(with_engine, "emulated")
-    return Backends(bundle, OnnxModel(bundle, threads=1), TorchModel(model, limits=LIMITS), exact, engine, with_engine)
+    with emulated_provider():
+        onnx_cuda = OnnxCudaModel(bundle)
+    return Backends(
+        bundle=bundle,
+        onnx=OnnxModel(bundle, threads=1),
+        torch=TorchModel(model, limits=LIMITS),
+        exact=exact,
+        tensorrt=engine,
+        onnx_cuda=onnx_cuda,
+        with_engine=with_engine,
+    )
 
 
-@pytest.fixture(params=["onnx", "torch", "tensorrt"])
+@pytest.fixture(params=["onnx", "torch", "tensorrt", "onnx_cuda"])
 def step_model(request: pytest.FixtureRequest, backends: Backends) -> StepModel:
     """Each backend in turn."""
     model: StepModel = getattr(backends, request.param)

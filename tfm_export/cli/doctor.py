@@ -187,4 +187,4 @@ def _way_rows(found: dict[str, Any]) -> list[list[str]]:
 
 def _text(found: dict[str, Any]) -> str:
     """A problem, and what to try."""
-    return found["problem"] + (f" (try: {found['hint']})" if found.get("hint") else "")
+    return f"{found['problem']} (try: {found['hint']})" if found.get("hint") else str(found["problem"])

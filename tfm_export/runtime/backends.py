@@ -61,9 +61,9 @@ class Candidate:
 
             check_engine(bundle, self.engine, self.gpu)
         elif self.gpu is not None:
-            from tfm_export.runtime.onnx_cuda import check_cuda_provider
+            from tfm_export.runtime.cuda_provider import check_cuda_provider
 
-            check_cuda_provider(self.gpu)
+            check_cuda_provider(self.gpu, variant=self.variant)
         else:
             require_onnxruntime()
             if not PRECISIONS[self.variant].runs_on_cpu:

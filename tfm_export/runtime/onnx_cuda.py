@@ -1,72 +1,263 @@
-"""The step model on ONNX Runtime's CUDA provider. Importing this raises BackendUnavailable without ONNX Runtime."""
+"""The step model on ONNX Runtime's CUDA provider: a bundle's ONNX graphs on a GPU.
+
+It works as the engine runtime does, with its memory, its batches and its threads: a graph on the provider stands in the
+place of a TensorRT plan. What differs: a graph takes any number of rows and slots, and ONNX Runtime has a stream of its
+own, so that each run begins once this side's stream is done, and has ended when the call returns.
+Importing this raises BackendUnavailable without ONNX Runtime.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import io
 import logging
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tfm_export.errors import BackendUnavailable
-from tfm_export.extras import require_onnxruntime
+import numpy as np
+
+from tfm_export.bundle import Bundle
+from tfm_export.errors import BackendUnavailable, NumericError, RequestError
+from tfm_export.graph import (
+    DECODER_STEP,
+    ENCODER,
+    TensorSpec,
+    decoder_step_inputs,
+    decoder_step_outputs,
+    encoder_inputs,
+    encoder_outputs,
+)
+from tfm_export.precision import PRECISIONS
 from tfm_export.runtime import cuda
+from tfm_export.runtime.checks import check_encode
+from tfm_export.runtime.cuda import DeviceBuffer, Stream, when_not_capturing
+from tfm_export.runtime.cuda_provider import check_cuda_provider, load_cuda_session
+from tfm_export.runtime.device_memory import BatchMemory, Lease, RowShape, bucket
+from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.step_buffers import StepArrays
+from tfm_export.runtime.step_model import Ids, Mask
+from tfm_export.runtime.tensorrt_model import MOST_WORKERS, Workers
+from tfm_export.runtime.tensorrt_plans import Context, Plan, Profile
+from tfm_export.runtime.tensorrt_sentences import TensorRTSentences
+from tfm_export.runtime.tensorrt_worker import CLOSED, Engine, Worker
 
-onnxruntime = require_onnxruntime()
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession, IOBinding
+
 LOG = logging.getLogger(__name__)
-PROVIDER = "CUDAExecutionProvider"
-# The CUDA providers of 1.25 and 1.26 have no Reshape of opset 24: half of the decoder step, its caches with it, is put
-# on the CPU there. That of 1.27 has every operator of the graphs.
-OLDEST = (1, 27)
+MOST_ROWS = 1024  # the memory for sources is allocated once, for so many
+FIRST_CAPACITY = 16
+SLOTS_TOGETHER = 8  # the provider's fused attention wants a multiple of this
+ANY = sys.maxsize
+# ONNX's numbers for types: of bfloat16, numpy has none.
+_ELEMENT_TYPES = {"float32": 1, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
 
 
-def check_cuda_provider(device: int = 0) -> None:
-    """Make sure that ONNX Runtime can compute on a GPU, without loading a model.
+class OnnxCudaModel:
+    """A bundle's ONNX graphs on a GPU; a `StepModel`. Safe to use from several threads.
 
-    Args:
-        device: the number of the GPU.
-
-    Raises:
-        BackendUnavailable: the CUDA provider is not installed, is too old or lacks libraries; or there is no such GPU.
+    Attributes:
+        dimensions: the sizes that the graphs show.
+        limits: the longest sequences.
+        float_type: the dtype of caches and cross-attention keys and values.
+        gives_attention: steps give none.
     """
-    version = onnxruntime.__version__
-    if PROVIDER not in onnxruntime.get_available_providers():
-        raise BackendUnavailable(
-            f"onnxruntime {version} has no CUDA provider: it is the package for CPUs",
-            "pip uninstall onnxruntime, then pip install 'tfm-export[gpu]'",
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        variant: str = "fp32",
+        device: int = 0,
+        threads: int | None = None,
+        workers: int = MOST_WORKERS,
+    ) -> None:
+        """Load the two graphs of a variant.
+
+        Args:
+            bundle: an open bundle.
+            variant: the precision, a folder under onnx/.
+            device: the number of the GPU.
+            threads: threads to compute with where attention is asked for, which is done on the CPU.
+            workers: the most threads that run at the same time.
+
+        Raises:
+            BackendUnavailable: see `check_cuda_provider`; or the provider lacks kernels for the variant, or the GPU's
+                memory is too small.
+            BundleError: the bundle has no such variant, or a graph does not load or is not of the expected form.
+            RequestError: workers is less than 1.
+        """
+        if workers < 1:
+            raise RequestError(f"workers must be at least 1, found {workers}")
+        folder = bundle.variant_path(variant)
+        check_cuda_provider(device, variant=variant)
+        self._bundle, self._variant, self._threads = bundle, variant, threads
+        self.dimensions, self.limits = bundle.manifest.dimensions, bundle.manifest.limits
+        self.float_type, self.gives_attention = PRECISIONS[variant].float_type, False
+        try:
+            self._workers = Workers(self._load(folder, device), workers, kind=_CudaWorker)
+            self._close = weakref.finalize(self, when_not_capturing, self._workers.close)
+            self._try()
+        except cuda.OutOfDeviceMemory as problem:
+            raise BackendUnavailable(problem.problems, 'end what else uses the GPU, or device="cpu"') from problem
+
+    def _try(self) -> None:
+        """Run both graphs once: only then does CUDA load kernels, which may be none for this GPU."""
+        one, start = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
+        try:
+            sentences = self.encode(one, one == 0, capacity=1)
+            sentences.step(one, one, start, np.ones((1, 1, 1, 1), np.bool_))
+        except NumericError:  # the model's fault, which whoever decodes with it is told
+            return
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, folder: Path, device: int) -> Engine:
+        kind, dimensions, limits = self.float_type, self.dimensions, self.limits
+        encoder = _Graph(folder / ENCODER, encoder_inputs(), encoder_outputs(dimensions, kind), device)
+        inputs, outputs = decoder_step_inputs(dimensions, kind), decoder_step_outputs(dimensions, kind)
+        step = _Graph(folder / DECODER_STEP, inputs, outputs, device)
+        for graph in (encoder, step):
+            graph.profiles = [Profile(index=0, batch=MOST_ROWS, source=limits.max_source_length, query=0)]
+        step.profiles.append(Profile(index=1, batch=MOST_ROWS, source=limits.max_source_length, query=ANY))
+        return _Graphs(
+            gpu=cuda.open_gpu(device),
+            encoder=encoder,
+            steps={FIRST_CAPACITY: step},
+            dimensions=dimensions,
+            limits=limits,
+            rows=RowShape(dimensions.heads, dimensions.head_size, 4 if kind == "float32" else 2),
+            float_type=kind,
         )
-    if tuple(int(number) for number in version.split(".")[:2]) < OLDEST:
-        raise BackendUnavailable(
-            f"expected onnxruntime-gpu {'.'.join(map(str, OLDEST))} or newer, found {version}: its CUDA provider lacks "
-            "operators that the graphs have",
-            "pip install --upgrade 'tfm-export[gpu]'",
-        )
-    cuda.open_gpu(device)
-    _load_libraries()
+
+    def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> TensorRTSentences:
+        """Run the encoder on a padded batch and set up its caches; see `StepModel.encode`."""
+        if not self._close.alive:
+            raise RequestError(*CLOSED)
+        check_encode(source_ids, source_mask, capacity, dimensions=self.dimensions, limits=self.limits)
+        return TensorRTSentences(self._workers.of_this_thread(), source_ids, source_mask, capacity)
+
+    def with_attention(self) -> OnnxModel:
+        """The same variant with steps that give attention; much slower, for it runs on the CPU.
+
+        Raises:
+            BackendUnavailable: the CPU cannot run this variant.
+            RequestError: the bundle was exported without the graph for it, or the model is closed.
+        """
+        if not self._close.alive:
+            raise RequestError(*CLOSED)
+        LOG.info("what needs attention weights is decoded on the CPU")
+        with ExitStack() as undo:
+            model = OnnxModel(self._bundle, variant=self._variant, threads=self._threads)
+            undo.callback(model.close)
+            return model.with_attention()
+
+    def close(self) -> None:
+        """Free what is on the GPU; what batches still need goes with the last of them."""
+        self._close()
 
 
-def _load_libraries() -> None:
-    """Load what the CUDA provider needs, from the NVIDIA packages of this environment or from the system.
+@dataclass(frozen=True, kw_only=True)
+class _Graphs(Engine):
+    """The graphs of a variant, loaded."""
 
-    ONNX Runtime looks in the system's folders alone. Where it misses a library it goes on without the GPU.
+    def capacity(self, wanted: int) -> int:
+        """The slots of a batch that needs so many."""
+        slots = bucket(max(wanted, FIRST_CAPACITY), ANY)
+        return -(-slots // SLOTS_TOGETHER) * SLOTS_TOGETHER
 
-    Raises:
-        BackendUnavailable: a library is missing; it says which.
-    """
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):  # it prints what it does not find, and a command may be printing JSON
-        onnxruntime.preload_dlls()
-    if said.getvalue():
-        LOG.info("onnxruntime.preload_dlls: %s", said.getvalue().strip())
-    folder = Path(onnxruntime.__file__).parent / "capi"
-    provider = folder / "libonnxruntime_providers_cuda.so"
-    if not provider.is_file():
-        return  # Windows: there the session tells
-    try:
-        ctypes.CDLL(str(folder / "libonnxruntime_providers_shared.so"), mode=ctypes.RTLD_GLOBAL)
-        ctypes.CDLL(str(provider))
-    except OSError as problem:
-        raise BackendUnavailable(
-            f"ONNX Runtime's CUDA provider cannot be loaded: {problem}",
-            "pip install 'tfm-export[gpu]', which brings CUDA's libraries",
-        ) from problem
+
+class _Provider:
+    """In the place of a TensorRT library."""
+
+    captures = False
+
+
+class _Graph(Plan):
+    """A graph on the CUDA provider, in the place of a plan."""
+
+    def __init__(self, path: Path, inputs: list[TensorSpec], outputs: list[TensorSpec], device: int) -> None:
+        self.path, self.library, self.profiles, self.workspace_bytes = path, _Provider(), [], 0  # type: ignore[assignment]
+        self.inputs, self.outputs, self.device = inputs, outputs, device
+        self.session: InferenceSession | None = load_cuda_session(path, inputs, outputs, device=device, threads=1)
+
+    def context(self, profile: Profile, stream: Stream, workspace: DeviceBuffer) -> Context:  # noqa: ARG002 (of a plan)
+        """What runs it."""
+        assert self.session is not None
+        return _Binding(self.session, self)
+
+    def save_cache(self) -> None:
+        """The provider compiles nothing."""
+
+    def close(self) -> None:
+        """Let go of the session."""
+        self.session = None
+
+
+class _Binding(Context):
+    """Addresses bound to the inputs and outputs of a session, in the place of an execution context."""
+
+    def __init__(self, session: InferenceSession, graph: _Graph) -> None:
+        self._session, self._graph = session, graph
+        self._binding: IOBinding | None = None
+        self._bound: object = None
+
+    def bind(self, key: object, shapes: Mapping[str, Sequence[int]], addresses: Mapping[str, int]) -> None:
+        """Bind every input and output, unless they are bound already; see `Context.bind`."""
+        if key == self._bound:
+            return
+        self._bound, graph = None, self._graph
+        sizes = {
+            axis: size
+            for spec in graph.inputs
+            for axis, size in zip(spec.axes, shapes[spec.name], strict=True)
+            if isinstance(axis, str)
+        }
+        binding = self._session.io_binding()
+        for specs, bind in ((graph.inputs, binding.bind_input), (graph.outputs, binding.bind_output)):
+            for spec in specs:
+                shape = [sizes[axis] if isinstance(axis, str) else axis for axis in spec.axes]
+                bind(spec.name, "cuda", graph.device, _ELEMENT_TYPES[spec.dtype], shape, addresses[spec.name])
+        self._binding, self._bound = binding, key
+
+    def enqueue(self, stream: Stream) -> None:
+        """Run it, now; see `Context.enqueue`.
+
+        Raises:
+            OutOfDeviceMemory: what it computes does not fit.
+        """
+        stream.synchronize()
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as problem:  # its exceptions have no base class of their own
+            if "allocate memory" in str(problem):
+                raise cuda.OutOfDeviceMemory(
+                    f"a step does not fit into the GPU's memory: {problem}",
+                    "a smaller max_batch_size, or end what else uses the GPU",
+                ) from problem
+            raise BackendUnavailable(
+                f"ONNX Runtime could not run {self._graph.path}: {problem}", "tfm-export doctor"
+            ) from problem
+
+    def close(self) -> None:
+        """Let go of the session."""
+        self._binding = self._bound = None
+
+
+class _CudaWorker(Worker):
+    """Runs batches on the provider, one after the other."""
+
+    def lease(self, rows: int, source: int, capacity: int) -> Lease:
+        """Zeroed memory for a batch; see `Worker.lease`."""
+        if rows > MOST_ROWS:
+            raise RequestError(f"a batch may have {MOST_ROWS:,} sentences on a GPU, found {rows:,}", "max_batch_size")
+        return super().lease(rows, source, capacity)
+
+    def step(self, memory: BatchMemory, arrays: StepArrays) -> None:
+        """Run a step whose arrays are filled; see `Worker.step`."""
+        self._run(self._contexts[FIRST_CAPACITY, 1], memory, arrays)
+        self.stream.synchronize()

@@ -336,6 +336,16 @@ def load_session(
         raise BundleError(
             f"{path} cannot be loaded by ONNX Runtime {onnxruntime.__version__}: {problem}", "export the bundle again"
         ) from problem
+    check_form(session, path, inputs, outputs)
+    return session
+
+
+def check_form(session: InferenceSession, path: Path, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> None:
+    """Compare a graph's inputs and outputs with the table.
+
+    Raises:
+        BundleError: naming all that differ.
+    """
     problems = []
     for what, expected, found in (
         ("input", inputs, session.get_inputs()),
@@ -352,4 +362,3 @@ def load_session(
         ]
     if problems:
         raise BundleError(sorted(problems), "export the bundle again")
-    return session

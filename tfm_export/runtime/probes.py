@@ -117,7 +117,7 @@ def onnxruntime() -> dict[str, Any]:
 
 
 def _cuda_provider() -> dict[str, Any]:
-    from tfm_export.runtime.onnx_cuda import check_cuda_provider
+    from tfm_export.runtime.cuda_provider import check_cuda_provider
 
     check_cuda_provider(0)
     return {}

@@ -147,14 +147,19 @@ def _load(bundle: Bundle, record: EngineRecord, library: Library, gpu: Gpu) -> E
 class Workers:
     """The workers of an engine: each thread has one, which it shares when there are more threads than workers."""
 
-    def __init__(self, engine: Engine, most: int) -> None:
+    def __init__(self, engine: Engine, most: int, *, kind: type[Worker] = Worker) -> None:
         """Make the first, so that what cannot work fails now.
+
+        Args:
+            engine: what they run.
+            most: workers.
+            kind: of worker.
 
         Raises:
             OutOfDeviceMemory: the GPU has not enough memory.
             BackendUnavailable: TensorRT cannot run the engine.
         """
-        self._engine, self._most = engine, most
+        self._engine, self._most, self._kind = engine, most, kind
         self._lock, self._closing = threading.Lock(), False
         self._here = threading.local()
         self._seats: dict[Worker, weakref.WeakSet[_Seat]] = {}
@@ -199,7 +204,7 @@ class Workers:
             return worker
 
     def _add(self) -> Worker:
-        worker = Worker(self._engine, reclaim=self._reclaim, closed=self._closed)
+        worker = self._kind(self._engine, reclaim=self._reclaim, closed=self._closed)
         self._seats[worker] = weakref.WeakSet()
         return worker
 
