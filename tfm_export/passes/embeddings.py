@@ -133,7 +133,7 @@ def _store_as_rows(model: ir.Model, value: ir.Value, name: str) -> ir.Value:
     model.graph.insert_before(reader, node)
     ir.convenience.replace_all_uses_with(value, node.outputs[0])
     model.graph.initializers.pop(value.name or "")
-    node.outputs[0].name, node.outputs[0].dtype, node.outputs[0].shape = value.name, value.dtype, value.shape
+    node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = value.name, value.type, value.shape
     return stored
 
 
@@ -161,7 +161,7 @@ def _read_rows(lookup: ir.Node, numbers: ir.Value, scale: ir.Value, size: int) -
         assert ids.shape is not None
         assert value.shape is not None
         rows = gather.outputs[0]
-        rows.name, rows.dtype, rows.shape = gather.name, value.dtype, ir.Shape([*ids.shape, value.shape[1]])
+        rows.name, rows.type, rows.shape = gather.name, value.type, ir.Shape([*ids.shape, value.shape[1]])
     attributes = {"axis": 2, "block_size": size}
     rows, scales = (gather.outputs[0] for gather in gathers)
     _replace(
@@ -173,7 +173,7 @@ def _replace(old: ir.Node, new: list[ir.Node]) -> None:
     """Put nodes in the place of another; the last of them gives what it gave, under the same name."""
     was, now, graph = old.outputs[0], new[-1].outputs[0], old.graph
     assert graph is not None
-    now.dtype, now.shape, name = was.dtype, was.shape, was.name
+    now.type, now.shape, name = was.type, was.shape, was.name
     graph.insert_before(old, new)
     ir.convenience.replace_all_uses_with(was, now, replace_graph_outputs=True)
     graph.remove(old, safe=True)

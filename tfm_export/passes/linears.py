@@ -1,4 +1,4 @@
-"""The linear layers of a graph: what quantisation works on. The exporter writes each of them as one Gemm with a bias."""
+"""The linear layers of a graph: what quantisation works on. The exporter writes each as one Gemm with a bias."""
 
 from __future__ import annotations
 
