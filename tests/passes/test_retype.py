@@ -202,10 +202,9 @@ def test_errors_are_those_of_pytorch_typed_alike(exported: Exported, float_type:
     for kind, of in errors.items():
         own = rms(of["torch"])
         assert own > {"float16": 1e-5, "bfloat16": 1e-4}[float_type]
-        # Measured over all configurations: keys and values 0.93 to 1.06, log_probs and attention 0.88 to 1.15; of
-        # log_normaliser there are few. Over 40 cases: 1.00 to 1.05.
-        limit = {"log_probs": 1.25, "cross_attention": 1.25, "log_normaliser": 1.5}.get(kind, 1.1)
-        print(kind, float_type, rms(of["twin"]) / own)
+        # Measured in all configurations: keys and values 0.95 to 1.06, log_probs and attention 0.88 to 1.23,
+        # log_normaliser, of which there are few, 0.76 to 1.32. Of 40 cases instead of 6: 1.00 to 1.05.
+        limit = {"log_probs": 1.35, "cross_attention": 1.35, "log_normaliser": 1.6}.get(kind, 1.15)
         assert rms(of["twin"]) < limit * own, kind
         if "onnxruntime" in of:  # measured: 0.58 to 0.87
             assert rms(of["onnxruntime"]) < own, kind
@@ -309,8 +308,7 @@ def test_with_ranges_the_numbers_are_right_and_without_they_are_not(
         errors, own_errors = (
             rms([visible(name, values[name] - truth[name], case) for name in names]) for values in (found, own)
         )
-        print(kind, errors / own_errors)
-        assert errors < 1.2 * own_errors, kind  # measured: 0.88 to 1.
+        assert errors < 1.2 * own_errors, kind  # measured: 0.84 to 1.02
 
 
 @pytest.fixture
