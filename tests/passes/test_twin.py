@@ -119,9 +119,9 @@ BY_PYTORCH: dict[str, Callable[..., Tensor]] = {
     "Relu": lambda _, x: functional.relu(x),
 }
 # The share of results that must be the very same; of all other operators all must. What differs may do so by one unit
-# in the last place of the largest. Measured in all configurations, the worst node: Gemm 0.9970 and 0.7 units in float16,
-# 0.9995 and next to 0 in bfloat16; Gelu 0.9994 and next to 0; Attention, inside which PyTorch rounds the weights, 0.84
-# and 0.7 units in float16, 0.84 and 0.9 in bfloat16.
+# in the last place of the largest. Measured in all configurations, the worst node: Gemm 0.9970 and 0.7 units in
+# float16, 0.9995 and next to 0 in bfloat16; Gelu 0.9994 and next to 0; Attention, inside which PyTorch rounds the
+# weights, 0.84 and 0.7 units in float16, 0.84 and 0.9 in bfloat16.
 SAME = {"Gemm": 0.99, "Gelu": 0.99, "Attention": 0.8}
 UNIT = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 
