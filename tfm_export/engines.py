@@ -66,6 +66,8 @@ class EngineRecord:
         profiles: of every plan, a mapping from inputs to their shapes for each optimisation profile.
         build_seconds: how long the build took.
         proofs: what was found of every plan: layers by type, bytes.
+        agreement: the share of golden inputs for which the graphs that were compiled give PyTorch's tokens on a CPU, by
+            way of decoding; nothing where that was not tried.
         tools: versions of what made it.
         format_version: of engine.json.
     """
@@ -89,6 +91,7 @@ class EngineRecord:
     profiles: dict[str, tuple[dict[str, Shapes], ...]]
     build_seconds: float
     proofs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    agreement: dict[str, float] = field(default_factory=dict)
     tools: dict[str, str] = field(default_factory=dict)
     format_version: int = ENGINE_FORMAT_VERSION
 
@@ -128,7 +131,9 @@ class EngineRecord:
             )
         known = {f.name for f in fields(cls)}
         problems = [f"{path} has a field that is not known: {name}" for name in state.keys() - known]
-        problems += [f"{path} lacks the field {name}" for name in known - state.keys() - {"tools", "proofs"}]
+        problems += [
+            f"{path} lacks the field {name}" for name in known - state.keys() - {"tools", "proofs", "agreement"}
+        ]
         if problems:
             raise BundleError(sorted(problems), hint)
         return cls(**{name: _frozen(value) for name, value in state.items()})

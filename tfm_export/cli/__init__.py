@@ -23,6 +23,7 @@ COMMANDS = {
     "onnx": "Export a checkpoint to a bundle, verified against PyTorch.",
     "quantize": "Add a precision variant to a bundle, if its quality is proven.",
     "generate-graph": "Put a bundle's whole greedy decode into one graph, for any language.",
+    "trt": "Build a TensorRT engine from a bundle; TensorRT-RTX needs no GPU for it.",
     "verify": "Compare a bundle with PyTorch.",
     "run": "Decode texts.",
     "bench": "Measure how fast a bundle decodes on this machine.",

@@ -39,6 +39,8 @@ class EngineOptions:
         builder_optimization_level: from 0, quickly built, to 5; None for the library's default. TensorRT only.
         timing_cache: a file that keeps what was timed, for the next build. TensorRT only.
         workspace_bytes: the most memory that a layer may use for itself; None for all there is.
+        verify: decode the golden inputs with the graphs that were compiled, on the CPU.
+        threads: to verify with; None for the CPUs this process may use.
     """
 
     variant: str = DEFAULT_VARIANT
@@ -54,6 +56,8 @@ class EngineOptions:
     builder_optimization_level: int | None = None
     timing_cache: Path | None = None
     workspace_bytes: int | None = None
+    verify: bool = True
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         """Raises BuildError, naming every option that means nothing."""

@@ -13,9 +13,14 @@ from tfm_export.bundle import Bundle
 from tfm_export.engines import ENCODER_PLAN, FLOAT_TYPES, step_plan
 from tfm_export.graph import Dimensions, TensorSpec
 from tfm_export.graph_files import WeightsFile, read_graph
+from tfm_export.passes.embeddings import quantize_embeddings
 from tfm_export.passes.head_padding import pad_heads, padded_head_size
+from tfm_export.passes.linears import linears
 from tfm_export.passes.merged_linears import merge_block_linears
+from tfm_export.passes.retype import retype
+from tfm_export.passes.static_quantization import quantize_static
 from tfm_export.passes.tensorrt_form import tensorrt_form
+from tfm_export.passes.weight_only import quantize_weights
 from tfm_export.trt.options import Compute
 from tfm_export.trt.profiles import EngineLimits, Profile, check_profiles
 from tfm_export.trt.refusals import check_graph
@@ -62,7 +67,8 @@ def derive_sources(
 
     Args:
         bundle: an open bundle.
-        variant: the precision, which it has.
+        variant: the precision. Where the bundle does not have it, the graphs are of its form and size, and their
+            numbers mean nothing.
         compute: what is computed in where nothing is quantised.
         limits: the largest sizes.
         capacities: slots a sentence.
@@ -72,17 +78,17 @@ def derive_sources(
         ExportError: a graph is not of the expected form.
         BuildError: TensorRT would not take a graph as it is, or shapes do not fit together.
     """
-    folder, float_type = bundle.variant_path(variant), FLOAT_TYPES[compute]
+    float_type = FLOAT_TYPES[compute]
     dimensions = bundle.manifest.dimensions
     wide = Dimensions(**{**vars(dimensions), "head_size": engine_head_size(dimensions, compute)})
     encoder = Source(
         plan=ENCODER_PLAN,
-        model=_derive(folder / graph.ENCODER, variant, compute, dimensions.head_size),
+        model=_derive(bundle, graph.ENCODER, variant, compute),
         profiles=limits.encoder_profiles(),
         inputs=graph.encoder_inputs(),
         outputs=graph.encoder_outputs(wide, float_type),
     )
-    step = _derive(folder / graph.DECODER_STEP, variant, compute, dimensions.head_size)
+    step = _derive(bundle, graph.DECODER_STEP, variant, compute)
     steps = (
         Source(
             plan=step_plan(capacity),
@@ -112,13 +118,31 @@ def write_sources(sources: Sequence[Source], folder: Path) -> None:
         weights.write(source.model, folder / source.file)
 
 
-def _derive(path: Path, variant: str, compute: Compute, head_size: int) -> ir.Model:
-    model = read_graph(path)
+def _derive(bundle: Bundle, file: str, variant: str, compute: Compute) -> ir.Model:
+    if variant in bundle.manifest.variants:
+        model = read_graph(bundle.variant_path(variant) / file)
+    else:
+        model = _sketch(bundle.variant_path("fp32") / file, variant)
     if variant not in FLOAT_TYPES:
         tensorrt_form(model, variant, compute=compute)
         merge_block_linears(model)
     if compute != "fp32":
-        pad_heads(model, head_size)
+        pad_heads(model, bundle.manifest.dimensions.head_size)
+    return model
+
+
+def _sketch(path: Path, variant: str) -> ir.Model:
+    """A graph of the form and size that a variant will have."""
+    model, name = read_graph(path), path.stem
+    if variant in FLOAT_TYPES:
+        retype(model, "bfloat16" if variant == "bf16" else "float16")
+        return model
+    if variant in {"w8", "w4"}:
+        quantize_weights(model, name, bits=4 if variant == "w4" else 8)
+    else:
+        thresholds = {f"{name}/{layer.input.name}": 1.0 for layer in linears(model, name)}
+        quantize_static(model, name, thresholds, numbers="fp8" if variant == "fp8" else "int8")
+    quantize_embeddings(model, name)
     return model
 
 

@@ -12,6 +12,7 @@ from tfm_export import graph
 from tfm_export.bundle import Bundle, Manifest
 from tfm_export.engines import ENGINE_FILE, ENGINES, FLOAT_TYPES, EngineRecord, plan_file
 from tfm_export.errors import BuildError, BundleError
+from tfm_export.extras import require_onnxruntime
 from tfm_export.graph import Dimensions
 from tfm_export.staging import Part, check_part, new_part
 from tfm_export.trt.builder import Builder
@@ -61,13 +62,15 @@ class Blueprint:
         return f"{ENGINES}/{self.name}"
 
 
-def draw_blueprint(bundle: Bundle, options: EngineOptions, *, force: bool = False) -> Blueprint:
+def draw_blueprint(bundle: Bundle, options: EngineOptions, *, force: bool = False, sketch: bool = False) -> Blueprint:
     """Work out what will be built, and refuse what cannot come out well.
 
     Args:
         bundle: an open bundle.
         options: how it is built.
         force: an engine of that name may be replaced.
+        sketch: where the bundle lacks the variant, work with graphs of the same form and size; nothing can be built
+            from such a blueprint.
 
     Raises:
         BackendUnavailable: no TensorRT library can build here.
@@ -75,7 +78,8 @@ def draw_blueprint(bundle: Bundle, options: EngineOptions, *, force: bool = Fals
             model's limits, a graph that the parser would misread.
         BundleError: the bundle lacks the variant, has an engine of that name, or cannot be written to.
     """
-    _check_variant(bundle, options.variant)
+    if not sketch:
+        _check_variant(bundle, options.variant)
     flavor = open_flavor(options.flavor)
     flavor.check_options(options)
     targets = flavor.targets(options)
@@ -134,7 +138,9 @@ def build_blueprint(bundle: Bundle, blueprint: Blueprint, progress: Progress, *,
         write_sources(blueprint.sources, part.path)
         builder = Builder(blueprint.flavor, blueprint.options, blueprint.targets, progress)
         proofs = [_build_plan(builder, source, blueprint, part, progress) for source in blueprint.sources]
-        record = _record(bundle, blueprint, proofs, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        agreement = _verify(bundle, blueprint, part, progress) if blueprint.options.verify else {}
+        record = _record(bundle, blueprint, proofs, agreement, seconds)
         (part.path / ENGINE_FILE).write_text(record.to_json(), encoding="utf-8")
         part.purposes[ENGINE_FILE] = "what the engine is, and what was proven of it"
         part.record = lambda manifest: _with(manifest, record)
@@ -195,7 +201,7 @@ def _check_variant(bundle: Bundle, variant: str) -> None:
         found = ", ".join(bundle.manifest.variants) or "none"
         raise BundleError(
             f"{bundle.path} has no variant {variant} to build from; it has {found}",
-            f"tfm-export quantize {bundle.path} --precision {variant} --for tensorrt",
+            f"tfm-export quantize {bundle.path} --{variant} --for tensorrt, which makes it",
         )
 
 
@@ -220,7 +226,7 @@ def _build_plan(builder: Builder, source: Source, blueprint: Blueprint, part: Pa
         blueprint.compute,
         built.network,
         plan,
-        fused=built.fused,
+        fused=built.fused and blueprint.compute != "fp32",
         readable=blueprint.flavor.name == "rtx",
     )
     listing = f"{source.plan}.{NETWORK}"
@@ -237,10 +243,29 @@ def _build_plan(builder: Builder, source: Source, blueprint: Blueprint, part: Pa
     return proof
 
 
-def _record(bundle: Bundle, blueprint: Blueprint, proofs: Sequence[PlanProof], seconds: float) -> EngineRecord:
+def _verify(bundle: Bundle, blueprint: Blueprint, part: Part, progress: Progress) -> dict[str, float]:
+    """Decode with the graphs that were compiled; the shares that agree."""
+    require_onnxruntime()
+    from tfm_export.trt.twin import verify_sources
+
+    comparisons = verify_sources(
+        bundle,
+        blueprint.sources,
+        part.path,
+        variant=blueprint.variant,
+        compute=blueprint.compute,
+        head_size=engine_head_size(bundle.manifest.dimensions, blueprint.compute),
+        threads=blueprint.options.threads,
+        progress=progress.begin,
+    )
+    return {comparison.name: comparison.agreement for comparison in comparisons}
+
+
+def _record(
+    bundle: Bundle, blueprint: Blueprint, proofs: Sequence[PlanProof], agreement: dict[str, float], seconds: float
+) -> EngineRecord:
     limits, dimensions = blueprint.limits, bundle.manifest.dimensions
     files = [f"onnx/{blueprint.variant}/{name}" for name in (graph.ENCODER, graph.DECODER_STEP, graph.WEIGHTS)]
-    fused = blueprint.compute != "fp32" and all(proof.fused for proof in proofs)
     return EngineRecord(
         name=blueprint.name,
         flavor=blueprint.flavor.name,
@@ -257,13 +282,14 @@ def _record(bundle: Bundle, blueprint: Blueprint, proofs: Sequence[PlanProof], s
         plans={source.plan: plan_file(source.plan) for source in blueprint.sources},
         onnx_hashes={name: bundle.manifest.files[name].sha256 for name in files},
         head_size_padded=engine_head_size(dimensions, blueprint.compute),
-        attention="fused" if fused else "decomposed",
+        attention="fused" if all(proof.fused for proof in proofs) else "decomposed",
         profiles={
             source.plan: tuple(profile.shapes(source.inputs) for profile in source.profiles)
             for source in blueprint.sources
         },
         build_seconds=round(seconds, 1),
         proofs={proof.plan: proof.facts() for proof in proofs},
+        agreement=agreement,
         tools=_tool_versions(blueprint.flavor),
     )
 
@@ -280,6 +306,3 @@ def _with(manifest: Manifest, record: EngineRecord) -> Manifest:
 
 def _without(manifest: Manifest, name: str) -> Manifest:
     return replace(manifest, engines={other: facts for other, facts in manifest.engines.items() if other != name})
-
-
-__all__ = ["Blueprint", "build_blueprint", "build_engine", "draw_blueprint"]
