@@ -59,6 +59,7 @@ class Candidate:
         if self.engine is not None and self.gpu is not None:
             from tfm_export.runtime.tensorrt_model import check_engine
 
+            cuda.open_gpu(self.gpu)  # without one, it matters little what else is missing
             check_engine(bundle, self.engine, self.gpu)
         elif self.gpu is not None:
             from tfm_export.runtime.cuda_provider import check_cuda_provider

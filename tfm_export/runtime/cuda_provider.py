@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tfm_export.errors import BackendUnavailable, BundleError
-from tfm_export.extras import require_onnxruntime
+from tfm_export.extras import require, require_onnxruntime
 from tfm_export.graph import TensorSpec
 from tfm_export.runtime import cuda
 from tfm_export.runtime.onnx_runtime import check_form, session_options
@@ -52,6 +52,8 @@ def check_cuda_provider(device: int = 0, *, variant: str = "fp32") -> None:
         BackendUnavailable: the CUDA provider is not installed, is too old, lacks libraries or lacks kernels for the
             variant; or there is no such GPU.
     """
+    require("cuda.bindings.runtime", extra="gpu")
+    cuda.open_gpu(device)
     version = onnxruntime.__version__
     if PROVIDER not in onnxruntime.get_available_providers():
         raise BackendUnavailable(
@@ -64,7 +66,6 @@ def check_cuda_provider(device: int = 0, *, variant: str = "fp32") -> None:
             "operators that the graphs have",
             "pip install --upgrade 'tfm-export[gpu]'",
         )
-    cuda.open_gpu(device)
     if variant not in VARIANTS:
         raise BackendUnavailable(
             f"ONNX Runtime's CUDA provider has no kernels for {variant}, only for {', '.join(VARIANTS)}",

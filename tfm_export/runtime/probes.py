@@ -173,7 +173,7 @@ def packages() -> dict[str, Any]:
     """
     extras: dict[str, list[str]] = {}
     oldest: dict[str, str] = {}
-    for requirement in metadata.requires("tfm-export") or []:
+    for requirement in _requirements():
         name, version, extra = _parts(requirement)
         if extra == "dev":
             continue
@@ -185,6 +185,14 @@ def packages() -> dict[str, Any]:
         for name, needed_by in extras.items()
     ]
     return {"packages": found, "clashes": [*_onnxruntime_clash(), *_tensorrt_clashes()]}
+
+
+def _requirements() -> list[str]:
+    """Of tfm-export and its extras; none where it runs from its sources without being installed."""
+    try:
+        return metadata.requires("tfm-export") or []
+    except metadata.PackageNotFoundError:
+        return []
 
 
 def _parts(requirement: str) -> tuple[str, str, str]:
