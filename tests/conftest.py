@@ -148,3 +148,29 @@ def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
     path = tmp_path_factory.mktemp("bundle") / "tfm_bundle"
     export_bundle(tiny_checkpoint, path, inputs=["hello", "parity", "a", "don't", "transformer"])
     return path
+
+
+@pytest.fixture(scope="session")
+def g2p_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained example's bundle, unverified and without golden inputs. Do not change it: all tests share it."""
+    from tfm_export.bundle import TOKENIZER, Bundle, Limits, Manifest
+    from tfm_export.checkpoints import read_checkpoint
+    from tfm_export.export.variant import write_fp32_variant
+
+    source = read_checkpoint(Path(__file__).parents[1] / "examples" / "g2p" / "g2p.pt")
+    path = tmp_path_factory.mktemp("g2p") / "tfm_bundle"
+    length = source.model.config.max_length
+    manifest = Manifest(
+        dimensions=write_fp32_variant(source.model, path / "onnx" / "fp32"),
+        limits=Limits(max_source_length=length, max_target_length=length),
+        special_ids=source.special_ids,
+        generation=source.generation,
+        variants={"fp32": {}},
+    )
+    (path / TOKENIZER).mkdir()
+    for name, content in source.tokenizer.items():
+        (path / TOKENIZER / name).write_bytes(content)
+    bundle = Bundle(path, manifest)
+    bundle.add_files({str(file.relative_to(path)): "a test's" for file in path.rglob("*") if file.is_file()})
+    bundle.save()
+    return path

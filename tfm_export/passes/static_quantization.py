@@ -151,10 +151,12 @@ def _quantize_input(model: ir.Model, layer: Linear, threshold: float, format_: _
     x, type_ = layer.input, format_.activations
     scale = scales(np.array(threshold, np.float64), format_.activation_levels)
     constants = [add_initializer(model, f"{x.name}_scale", scale)]
-    if format_.zero_point is not None:
-        zero = np.array(format_.zero_point, type_.numpy())
+    if format_.zero_point is None:
+        attributes = {"output_dtype": type_}
+    else:  # whose type is the output's; ONNX Runtime changes it without a look at the attribute
+        attributes, zero = {}, np.array(format_.zero_point, type_.numpy())
         constants.append(add_initializer(model, f"{x.name}_zero_point", zero))
-    quantize = ir.node("QuantizeLinear", [x, *constants], {"output_dtype": type_}, name=f"{x.name}_quantize")
+    quantize = ir.node("QuantizeLinear", [x, *constants], attributes, name=f"{x.name}_quantize")
     quantized = quantize.outputs[0]
     quantized.name, quantized.dtype, quantized.shape = f"{x.name}_quantized", type_, x.shape
     dequantize = ir.node("DequantizeLinear", [quantized, *constants], name=f"{x.name}_dequantize")
@@ -225,5 +227,4 @@ def scales(largest: NDArray[np.floating], levels: int) -> NDArray[np.float32]:
     rounded = np.ldexp(np.ceil(fraction * _SIGNIFICANT) / _SIGNIFICANT, exponent)
     if top >= _FLOAT16_NORMAL:
         rounded = np.maximum(np.ceil(rounded / _FLOAT16_STEP) * _FLOAT16_STEP, _FLOAT16_STEP)
-    found: NDArray[np.float32] = np.maximum(rounded, np.finfo(np.float32).tiny).astype(np.float32)
-    return found
+    return np.asarray(np.maximum(rounded, np.finfo(np.float32).tiny), np.float32)

@@ -117,7 +117,6 @@ def _move_zero_points(model: ir.Model) -> None:
                 node.replace_input_with(index, moved[value])
         if node.op_type == "QuantizeLinear":
             node.outputs[0].dtype = ir.DataType.INT8
-            node.attributes["output_dtype"] = ir.AttrInt64("output_dtype", ir.DataType.INT8)
     for value in moved:
         model.graph.initializers.pop(value.name or "")
 

@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.errors import NumericError, RequestError
-from tfm_export.extras import require_onnxruntime
 from tfm_export.graph import DECODER_STEP, DECODER_STEP_ATTENTION, ENCODER, Dimensions, cross_names, self_cache_names
 from tfm_export.graph_files import read_graph
 from tfm_export.passes.linears import linears
 from tfm_export.quantize.histogram import Collector, Observation, thresholds
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.onnx_runtime import OnnxModel, onnxruntime, session_options
 from tfm_export.runtime.threads import usable_cpus
 
 __all__ = ["Observation", "Trace", "decode_traces", "observe", "thresholds"]
@@ -273,12 +272,7 @@ class _Probe:
         there = {value.name for value in (*graph.inputs, *graph.outputs)}
         computed = [value for node in graph for value in node.outputs]
         graph.outputs.extend(value for value in computed if value.name in watched.keys() - there)
-        onnxruntime = require_onnxruntime()
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.inter_op_num_threads = self._threads, 1
-        options.log_severity_level = 3
-        options.enable_mem_pattern = False
-        options.add_session_config_entry("session.force_spinning_stop", "1")
+        options = session_options(self._threads)
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(self._folder))
         graph_bytes = ir.serde.serialize_model(self._model).SerializeToString()
         self._session = onnxruntime.InferenceSession(graph_bytes, options, providers=["CPUExecutionProvider"])

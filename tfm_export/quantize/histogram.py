@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tfm_export.errors import ExportError
+from tfm_export.errors import RequestError
 
 BINS = 2**14
 ENTROPY_BINS = 2**11  # more of them find no better threshold, and cost more
@@ -92,10 +91,7 @@ class Collector:
 
 
 def thresholds(
-    observations: Mapping[str, Observation],
-    method: Literal["max", "percentile", "entropy"],
-    *,
-    percentile: float = PERCENTILE,
+    observations: Mapping[str, Observation], method: str, *, percentile: float = PERCENTILE
 ) -> dict[str, float]:
     """Where to clip each value that has a histogram.
 
@@ -107,23 +103,20 @@ def thresholds(
         percentile: for that method, above 0 and at most 100.
 
     Raises:
-        ExportError: the method or the percentile is none.
+        RequestError: the method or the percentile is none.
     """
-    if method not in {"max", "percentile", "entropy"}:
-        raise ExportError(f"the method must be max, percentile or entropy, found {method!r}")
+    finders: dict[str, Callable[[Histogram], float]] = {
+        "max": lambda histogram: histogram.limit,
+        "percentile": lambda histogram: percentile_threshold(histogram, percentile),
+        "entropy": entropy_threshold,
+    }
+    if method not in finders:
+        raise RequestError(f"the method must be one of {', '.join(finders)}, found {method!r}")
     if not 0 < percentile <= 100:
-        raise ExportError(f"the percentile must be above 0 and at most 100, found {percentile}")
-    found = {}
-    for name, observation in observations.items():
-        if observation.histogram is None:
-            continue
-        threshold = observation.largest
-        if method == "percentile":
-            threshold = percentile_threshold(observation.histogram, percentile)
-        elif method == "entropy":
-            threshold = entropy_threshold(observation.histogram)
-        found[name] = min(threshold, observation.largest)
-    return found
+        raise RequestError(f"the percentile must be above 0 and at most 100, found {percentile}")
+    histograms = {id(o): o.histogram for o in observations.values() if o.histogram is not None}
+    found = {observation: finders[method](histogram) for observation, histogram in histograms.items()}
+    return {name: min(found[id(o)], o.largest) for name, o in observations.items() if id(o) in found}
 
 
 def percentile_threshold(histogram: Histogram, percentile: float) -> float:
@@ -139,6 +132,10 @@ def entropy_threshold(histogram: Histogram) -> float:
     Of each candidate, the numbers above it count as being in its last bin: that is P. Q is what remains of P in
     `QUANTIZED_BINS` bins, each spread evenly over those of its bins that are not empty. The candidate with the smallest
     Kullback-Leibler divergence of Q from P wins; of equals, the smallest.
+
+    The first bin counts no more than the second: the zeros that a ReLU gives are exact at any scale, and as the bulk of
+    P they would make every clipping seem good (measured on the g2p example: thresholds of a tenth of the largest value,
+    and 1,483 of 2,000 words as in fp32 instead of 1,987).
     """
     counts = histogram.counts.reshape(ENTROPY_BINS, -1).sum(axis=1).astype(np.float64)
     counts[0] = min(counts[0], counts[1])
