@@ -1,0 +1,289 @@
+"""The quantise stage: gates that let good variants in and keep bad ones out, on the trained example and on tiny models.
+
+Agreement means nothing on random weights: where tiny models are used, it is not asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from reference_model import Transformer, load_checkpoint, save_checkpoint
+from tfm_export.bundle import Bundle
+from tfm_export.errors import BundleError, ParityError, RequestError
+from tfm_export.export import export_bundle
+from tfm_export.graph_files import read_graph
+from tfm_export.precision import PRECISIONS
+from tfm_export.quantize import Development, QuantizeOptions, QuantizeReport, quantize_bundle, speed, stage
+from tfm_export.runtime.cpu import CpuFeatures
+from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.verify import verify_variant
+
+ROOT = Path(__file__).parents[2]
+WORDS = (ROOT / "examples/g2p/words.txt").read_text(encoding="utf-8").split()
+ANY = QuantizeOptions(min_agreement=0, keep=True, threads=1)  # whatever comes out of random weights
+VARIANTS = [name for name in PRECISIONS if name != "fp32"]
+
+Export = Callable[[str], Bundle]
+
+
+def spread_feed_forwards(model: Transformer) -> None:
+    """Give each feed-forward one activation of around 1e5, as T5's have, without changing what the model computes."""
+    with torch.no_grad():
+        for layer in (*model.encoder_layers, *model.decoder_layers):
+            up, down = layer.feed_forward.W_1, layer.feed_forward.W_2
+            unit = int(up.weight.abs().sum(1).argmax())
+            up.weight[unit] *= 1e5
+            up.bias[unit] *= 1e5
+            down.weight[:, unit] *= 1e-5
+
+
+def spread_everything(model: Transformer) -> None:
+    """Give what linear layers read a few channels that are 3,000 times the others; the function stays the same."""
+    spread_feed_forwards(model)
+    with torch.no_grad():
+        for layer in (*model.encoder_layers, *model.decoder_layers):
+            attentions = [layer.self_attention, *([layer.cross_attention] if hasattr(layer, "cross_attention") else [])]
+            for attention in attentions:
+                attention.W_v.weight[:3] *= 3e3
+                attention.W_v.bias[:3] *= 3e3
+                attention.W_o.weight[:, :3] /= 3e3
+            attention = layer.self_attention
+            norms = [
+                (layer.self_attention_residual, [attention.W_q, attention.W_k, attention.W_v]),
+                (layer.feed_forward_residual, [layer.feed_forward.W_1]),
+            ]
+            for residual, readers in norms:
+                residual.norm.weight[:3] *= 3e3
+                residual.norm.bias[:3] *= 3e3
+                for reader in readers:
+                    reader.weight[:, :3] /= 3e3
+
+
+CHANGES: dict[str, Callable[[Transformer], None]] = {
+    "as trained": lambda _: None,
+    "outliers in feed-forwards": spread_feed_forwards,
+    "outliers everywhere": spread_everything,
+}
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One generation is timed instead of seconds of them: how fast a tiny model is, is not what these tests ask."""
+    monkeypatch.setattr(speed, "SECONDS", 0.0)
+
+
+@pytest.fixture(scope="session")
+def g2p_export(tmp_path_factory: pytest.TempPathFactory) -> Export:
+    """Exports the trained example, or it with its weights changed, with 40 real words as golden inputs, once."""
+    done: dict[str, Bundle] = {}
+
+    def export(change: str) -> Bundle:
+        if change not in done:
+            folder = tmp_path_factory.mktemp("g2p")
+            checkpoint = load_checkpoint(ROOT / "examples/g2p/g2p.pt")
+            CHANGES[change](checkpoint.model)
+            save_checkpoint(checkpoint, folder / "g2p.pt")
+            done[change], _ = export_bundle(folder / "g2p.pt", folder / "b", inputs=WORDS[:40], verify=False)
+        return done[change]
+
+    return export
+
+
+def copied(bundle: Bundle | Path, folder: Path) -> Bundle:
+    path = bundle if isinstance(bundle, Path) else bundle.path
+    return Bundle.open(shutil.copytree(path, folder / "bundle"))
+
+
+@pytest.mark.parametrize("precision", VARIANTS)
+def test_every_precision_joins_a_bundle_and_is_verified_there(
+    tiny_bundle: Path, tmp_path: Path, precision: str
+) -> None:
+    bundle = copied(tiny_bundle, tmp_path)
+    report = quantize_bundle(bundle, precision, ANY)
+    opened = Bundle.open(bundle.path)
+    facts = opened.manifest.variants[precision]
+    assert facts["weights"] == PRECISIONS[precision].weights
+    assert facts["agreement"] == report.agreement
+    assert facts["target"] == PRECISIONS[precision].target
+    assert ("speed" in facts) == (facts["target"] == "cpu")
+    assert facts["bytes"] == sum(f.stat().st_size for f in (bundle.path / "onnx" / precision).iterdir())
+    assert facts["bytes"] < report.fp32_bytes
+    written = json.loads((bundle.path / "reports" / f"quantize_{precision}.json").read_text(encoding="utf-8"))
+    assert written["quantized"] == report.quantized
+    generations = verify_variant(opened, precision, threads=1).generations
+    assert [c.agreement for c in generations] == [c.agreement for c in report.generations]
+    if PRECISIONS[precision].runs_on_cpu:
+        model = OnnxModel(opened, variant=precision, threads=1)
+        assert model.encode(np.array([[5, 2]]), np.ones((1, 2), np.bool_), capacity=4).size == 1
+        model.close()
+
+
+@pytest.mark.parametrize("precision", ["w8", "w4", "int8"])
+def test_the_same_variant_comes_out_each_time(tiny_bundle: Path, tmp_path: Path, precision: str) -> None:
+    bundle = copied(tiny_bundle, tmp_path)
+    hashes = []
+    for _ in range(2):
+        quantize_bundle(bundle, precision, ANY, force=True)
+        files = Bundle.open(bundle.path).manifest.files
+        hashes.append({name: e.sha256 for name, e in files.items() if name.startswith(f"onnx/{precision}/")})
+    assert len(hashes[0]) == 3
+    assert hashes[0] == hashes[1]
+
+
+def test_a_variant_that_is_there_is_replaced_under_force_alone(tiny_bundle: Path, tmp_path: Path) -> None:
+    bundle = copied(tiny_bundle, tmp_path)
+    quantize_bundle(bundle, "w8", ANY)
+    with pytest.raises(BundleError, match="has onnx/w8 already"):
+        quantize_bundle(bundle, "w8", ANY)
+
+
+def test_layers_are_kept_by_name_and_by_pattern(tiny_bundle: Path, tmp_path: Path) -> None:
+    bundle = copied(tiny_bundle, tmp_path)
+    options = replace(ANY, skip=["decoder_step/projection", "*/layers.0.feed_forward.*"], embeddings=False)
+    report = quantize_bundle(bundle, "w8", options)
+    assert "decoder_step/projection" in report.kept
+    assert {"encoder/embedding", "decoder_step/embedding", "encoder/layers.0.feed_forward.expand"} <= report.kept.keys()
+    assert not report.kept.keys() & set(report.quantized)
+    assert len(report.kept) + len(report.quantized) == report.layers
+    names = {i.name for i in read_graph(bundle.path / "onnx/w8/decoder_step.onnx").graph.initializers.values()}
+    assert "projection.weight" in names
+    with pytest.raises(RequestError, match=r"no layer is called 'nonsense'(.|\n)*encoder/embedding"):
+        quantize_bundle(bundle, "w8", replace(ANY, skip=["nonsense"]), force=True)
+
+
+def test_random_ids_are_refused_with_what_gives_real_ones(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    bundle, _ = export_bundle(tiny_checkpoint, tmp_path / "b", verify=False)
+    for precision in ("w8", "int8"):
+        with pytest.raises(RequestError, match="random ids") as caught:
+            quantize_bundle(bundle, precision, replace(ANY, unproven=True))
+        assert "--calibration FILE" in str(caught.value)
+        assert "--inputs FILE" in str(caught.value)
+    with pytest.raises(RequestError, match="random ids"):
+        quantize_bundle(bundle, "fp16", ANY)
+    unjudged = quantize_bundle(bundle, "fp16", replace(ANY, unproven=True))
+    assert unjudged.generations == []
+    assert any("NOT JUDGED" in note for note in unjudged.notes)
+    texts = [f"{a}{b}" for a in "abcdefgh" for b in "klmnopqr"]
+    judged = quantize_bundle(bundle, "w8", replace(ANY, calibration=texts))
+    assert {c.count for c in judged.generations} == {32}
+    with pytest.raises(RequestError, match="there are no calibration texts"):
+        quantize_bundle(bundle, "int8", replace(ANY, calibration=[]))
+    with pytest.raises(RequestError, match="calibration text 2"):
+        quantize_bundle(bundle, "int8", replace(ANY, calibration=["a", "a" * 500, "b"]))
+
+
+def test_a_cpu_without_vnni_gets_weights_of_7_bits(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = copied(tiny_bundle, tmp_path)
+
+    def largest_weight() -> int:
+        graph = read_graph(bundle.path / "onnx/int8/decoder_step.onnx").graph
+        weights = [
+            v.const_value.numpy()
+            for v in graph.initializers.values()
+            if v.const_value is not None and v.const_value.dtype.name == "INT8" and "embedding" not in (v.name or "")
+        ]
+        return max(int(np.abs(w.astype(np.int16)).max()) for w in weights if w.ndim == 2)
+
+    old = CpuFeatures(name="old", machine="x86_64", instruction_sets=("avx2",))
+    for features, largest in ((old, 64), (replace(old, instruction_sets=("avx2", "avx512", "vnni")), 127)):
+        monkeypatch.setattr(stage, "cpu_features", lambda features=features: features)
+        report = quantize_bundle(bundle, "int8", ANY, force=True)
+        assert largest_weight() == largest
+        assert any("7 bits" in note for note in report.notes) == (largest == 64)
+    quantize_bundle(bundle, "int8", replace(ANY, reduced_range=True), force=True)
+    assert largest_weight() == 64
+
+
+def test_a_variant_that_is_no_faster_is_refused_unless_it_is_wanted(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = copied(tiny_bundle, tmp_path)
+    monkeypatch.setattr(stage, "overall", lambda _: 0.9)
+    with pytest.raises(RequestError, match="w8 is not faster than fp32 on this machine") as caught:
+        quantize_bundle(bundle, "w8", replace(ANY, keep=False))
+    assert "--keep" in str(caught.value)
+    assert [*Bundle.open(bundle.path).manifest.variants] == ["fp32"]
+    assert [p.name for p in (bundle.path / "onnx").iterdir()] == ["fp32"]
+    with pytest.raises(RequestError, match="no kernels for bf16"):
+        quantize_bundle(bundle, "bf16", replace(ANY, target="cpu"))
+
+
+@pytest.mark.parametrize(("speed", "auto"), [(1.5, "w8"), (0.7, "fp32")])
+def test_auto_takes_the_fastest_that_was_faster(tiny_bundle: Path, tmp_path: Path, speed: float, auto: str) -> None:
+    bundle = copied(tiny_bundle, tmp_path)
+    variants = {"fp32": {}, "int8": {"speed": 0.9}, "w8": {"speed": speed}, "fp16": {}}
+    assert Bundle(bundle.path, replace(bundle.manifest, variants=variants)).fastest_variant() == auto
+
+
+# On the trained example.
+
+
+def quantize(bundle: Bundle, folder: Path, precision: str, **options: object) -> QuantizeReport:
+    return quantize_bundle(copied(bundle, folder), precision, QuantizeOptions(keep=True, **options))
+
+
+def test_a_trained_model_keeps_its_words_in_8_bits(g2p_export: Export, tmp_path: Path) -> None:
+    development = Development(WORDS[40:60], [["never this"]] * 20)
+    report = quantize(g2p_export("as trained"), tmp_path, "w8", development=development)
+    assert report.agreement is not None
+    assert report.agreement >= 0.95
+    assert report.metric is not None
+    assert (report.metric.fp32, report.metric.variant) == (0, 0)
+    assert report.kept == {}
+    assert len(report.costs) == report.layers
+    costs = [*report.costs.values()]
+    assert costs == sorted(costs, reverse=True)
+    assert 0 < costs[0] < 1e-3  # measured: 3.5e-6 nats a token
+    assert report.bytes < 0.3 * report.fp32_bytes
+
+
+def test_a_metric_that_falls_refuses_a_variant(
+    g2p_export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """References are what fp32 gives, and the variant is wrecked: thresholds that clip everything."""
+    bundle = g2p_export("as trained")
+    monkeypatch.setattr(stage, "thresholds", lambda observations, _: dict.fromkeys(observations, 1e-3))
+    monkeypatch.setattr(stage, "LARGEST_SHARE_KEPT", 0.02)
+    with pytest.raises(ParityError, match=r"exact: 0\.00 became|inputs agree") as caught:
+        quantize(bundle, tmp_path, "int8")
+    assert "layers kept in fp32" in str(caught.value)
+    assert "nats a token" in str(caught.value)
+    assert [*Bundle.open(tmp_path / "bundle").manifest.variants] == ["fp32"]
+
+
+@pytest.mark.full
+def test_outliers_in_feed_forwards_are_found_and_those_layers_kept(g2p_export: Export, tmp_path: Path) -> None:
+    bundle = g2p_export("outliers in feed-forwards")
+    report = quantize(bundle, tmp_path, "int8", method="max")
+    assert report.agreement is not None
+    assert report.agreement >= PRECISIONS["int8"].agreement
+    assert report.kept, "int8 with one scale for 1e5 and 1 cannot be right"
+    assert all(name.endswith("feed_forward.contract") for name in report.kept), report.kept
+    worst = [name for name in report.costs if name.endswith("feed_forward.contract")]
+    assert [*report.costs][: len(report.kept)] == worst[: len(report.kept)]
+
+
+def test_outliers_stay_in_fp32_in_a_16_bit_variant(g2p_export: Export, tmp_path: Path) -> None:
+    report = quantize(g2p_export("outliers in feed-forwards"), tmp_path, "fp16")
+    assert report.agreement is not None
+    assert report.agreement >= PRECISIONS["fp16"].agreement
+    assert report.kept, "1e5 is outside float16"
+    reasons = " ".join(report.kept.values())
+    assert "65504" in reasons.replace(",", "").replace(" ", "") or "range" in reasons
+
+
+@pytest.mark.full
+def test_outliers_everywhere_are_refused_in_8_bits(g2p_export: Export, tmp_path: Path) -> None:
+    with pytest.raises(ParityError, match="layers kept in fp32"):
+        quantize(g2p_export("outliers everywhere"), tmp_path, "int8", method="max")
+    assert [*Bundle.open(tmp_path / "bundle").manifest.variants] == ["fp32"]
