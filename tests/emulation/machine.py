@@ -175,7 +175,9 @@ class Machine:
     def leaks(self) -> list[str]:
         """What is left."""
         left = [f"{block.nbytes} bytes of {block.kind} memory" for block in self.live_blocks]
-        return left + [f"a {type(thing).__name__}" for thing in self.handles.values()]
+        return left + [
+            thing if isinstance(thing, str) else f"a {type(thing).__name__}" for thing in self.handles.values()
+        ]
 
 
 @dataclass(eq=False)

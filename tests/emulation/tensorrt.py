@@ -7,7 +7,6 @@ engine has another float type, numbers are rounded to it whenever they pass from
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import weakref
 import zipfile
@@ -141,90 +140,88 @@ class Engine:
     """ICudaEngine."""
 
     def __init__(self, machine: Machine, facts: PlanFacts, graph: bytes, log: ILogger) -> None:
-        self.machine, self.facts, self.log = machine, facts, log
+        self._machine, self._facts, self._log = machine, facts, log
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = 1, 3
-        self.session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
-        self.device = machine.current
-        self._handle = machine.register(self)
-        weakref.finalize(self, machine.handles.pop, self._handle).atexit = False
-        # `handles` must not keep it alive.
-        machine.handles[self._handle] = "an engine"
+        self._session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+        self._device = machine.current
+        handle = machine.register("an engine")
+        weakref.finalize(self, machine.handles.pop, handle).atexit = False
 
     @property
     def num_io_tensors(self) -> int:
-        return len(self.tensors)
+        return len(self._tensors)
 
     @property
-    def tensors(self) -> dict[str, tuple[str, list[int]]]:
-        return {**self.facts.inputs, **self.facts.outputs}
+    def _tensors(self) -> dict[str, tuple[str, list[int]]]:
+        return {**self._facts.inputs, **self._facts.outputs}
 
     def get_tensor_name(self, index: int) -> str:
-        return [*self.tensors][index]
+        return [*self._tensors][index]
 
     def get_tensor_mode(self, name: str) -> TensorIOMode:
-        return TensorIOMode.INPUT if name in self.facts.inputs else TensorIOMode.OUTPUT
+        return TensorIOMode.INPUT if name in self._facts.inputs else TensorIOMode.OUTPUT
 
     def get_tensor_dtype(self, name: str) -> DataType:
-        return DataType(self.tensors[name][0])
+        return DataType(self._tensors[name][0])
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name][1])
+        return tuple(self._tensors[name][1])
 
     @property
     def num_optimization_profiles(self) -> int:
-        return len(self.facts.profiles)
+        return len(self._facts.profiles)
 
     def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[tuple[int, ...]]:
-        return [tuple(shape) for shape in self.facts.profiles[profile_index][name]]
+        return [tuple(shape) for shape in self._facts.profiles[profile_index][name]]
 
     def get_aliased_input_tensor(self, name: str) -> str | None:
-        return self.facts.aliases.get(name)
+        return self._facts.aliases.get(name)
 
     @property
     def device_memory_size_v2(self) -> int:
         return WORKSPACE
 
     def create_runtime_config(self) -> RuntimeConfig:
-        return (RtxRuntimeConfig if self.facts.flavor == "rtx" else RuntimeConfig)()
+        return (RtxRuntimeConfig if self._facts.flavor == "rtx" else RuntimeConfig)()
 
     def create_execution_context(self, runtime_config: RuntimeConfig) -> Context | None:
-        with self.machine.lock:
-            if self.machine.fault("create_execution_context") is not None:
-                self.log.log(Severity.ERROR, "emulated: no context")
+        with self._machine.lock:
+            if self._machine.fault("create_execution_context") is not None:
+                self._log.log(Severity.ERROR, "emulated: no context")
                 return None
-            if self.machine.current != self.device:
-                raise self.machine.error("a context was made on another GPU than its engine's")
+            if self._machine.current != self._device:
+                raise self._machine.error("a context was made on another GPU than its engine's")
             return Context(self, runtime_config)
 
 
 class RuntimeConfig:
     """IRuntimeConfig of `tensorrt`."""
 
-    __slots__ = ("strategy",)
+    __slots__ = ("_strategy",)
 
     def __init__(self) -> None:
-        self.strategy = ExecutionContextAllocationStrategy.STATIC
+        self._strategy = ExecutionContextAllocationStrategy.STATIC
 
     def set_execution_context_allocation_strategy(self, strategy: ExecutionContextAllocationStrategy) -> None:
-        self.strategy = strategy
+        self._strategy = strategy
 
 
 class RtxRuntimeConfig(RuntimeConfig):
     """IRuntimeConfig of `tensorrt_rtx`, which knows more."""
 
-    __slots__ = ("cache", "cuda_graph_strategy")
+    __slots__ = ("_cache", "cuda_graph_strategy")
 
     def __init__(self) -> None:
         super().__init__()
         self.cuda_graph_strategy = CudaGraphStrategy.DISABLED
-        self.cache: RuntimeCache | None = None
+        self._cache: RuntimeCache | None = None
 
     def create_runtime_cache(self) -> RuntimeCache:
         return RuntimeCache()
 
     def set_runtime_cache(self, cache: RuntimeCache) -> bool:
-        self.cache = cache
+        self._cache = cache
         return True
 
 
@@ -232,39 +229,36 @@ class RuntimeCache:
     """IRuntimeCache: here the names of the profiles that contexts were made for."""
 
     def __init__(self) -> None:
-        self.compiled: list[str] = []
+        self._compiled: list[str] = []
 
     def serialize(self) -> bytes:
-        return CACHE_MAGIC + "\n".join(self.compiled).encode()
+        return CACHE_MAGIC + "\n".join(self._compiled).encode()
 
     def deserialize(self, blob: Any) -> bool:
         content = bytes(blob)
         if not content.startswith(CACHE_MAGIC):
             return False
-        self.compiled = content.removeprefix(CACHE_MAGIC).decode().split()
+        self._compiled = content.removeprefix(CACHE_MAGIC).decode().split()
         return True
 
 
 class Context:
     """IExecutionContext."""
 
-    _numbers = itertools.count()
-
     def __init__(self, engine: Engine, config: RuntimeConfig) -> None:
-        self._engine, self._machine, self._facts = engine, engine.machine, engine.facts
+        self._engine, self._machine, self._facts = engine, engine._machine, engine._facts
         self._config, self._profile = config, 0
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
         self._workspace = (0, 0)
         self._changed = True  # shapes that no run has come to terms with
-        self.number = next(self._numbers)
         handle = self._machine.register("a context")
         weakref.finalize(self, self._machine.handles.pop, handle).atexit = False
-        if isinstance(config, RtxRuntimeConfig) and config.cache is not None:
-            config.cache.compiled.append(f"context-{len(config.cache.compiled)}")
+        if isinstance(config, RtxRuntimeConfig) and config._cache is not None:
+            config._cache._compiled.append(f"context-{len(config._cache._compiled)}")
 
     def set_device_memory(self, memory: int, size: int) -> None:
-        if self._config.strategy is not ExecutionContextAllocationStrategy.USER_MANAGED:
+        if self._config._strategy is not ExecutionContextAllocationStrategy.USER_MANAGED:
             raise self._machine.error("a context that has memory of its own was given some")
         if size < self._engine.device_memory_size_v2 or memory % 256:
             raise self._machine.error(f"{size} bytes at {memory:#x} are no memory for a context")
@@ -294,7 +288,7 @@ class Context:
     def set_tensor_address(self, name: str, memory: int) -> bool:
         if self._machine.fault("set_tensor_address") is not None:
             return self._refuse("emulated: a bad address")
-        if name not in self._engine.tensors:
+        if name not in self._engine._tensors:
             raise self._machine.error(f"{name} is no tensor")
         if not memory or memory % 256:
             raise self._machine.error(f"the address {memory:#x} of {name} is not a multiple of 256")
@@ -302,7 +296,7 @@ class Context:
         return True
 
     def _refuse(self, message: str) -> bool:
-        self._engine.log.log(Severity.ERROR, message)
+        self._engine._log.log(Severity.ERROR, message)
         return False
 
     def _state(self) -> tuple[Any, ...]:
@@ -314,7 +308,7 @@ class Context:
             if machine.fault("execute_async_v3") is not None:
                 return self._refuse("emulated: it does not run")
             stream = machine.thing(stream_handle, Stream)
-            if stream.device != self._engine.device:
+            if stream.device != self._engine._device:
                 raise machine.error("an engine was run on another GPU than its own")
             self._check_set()
             if stream.capturing:
@@ -337,7 +331,7 @@ class Context:
         machine = self._machine
         if missing := [name for name in self._facts.inputs if name not in self._shapes]:
             raise machine.error(f"the shapes of {missing} are not set")
-        if missing := [name for name in self._engine.tensors if name not in self._addresses]:
+        if missing := [name for name in self._engine._tensors if name not in self._addresses]:
             raise machine.error(f"the addresses of {missing} are not set")
         if not self._workspace[0]:
             raise machine.error("a context that is to work on given memory was given none")
@@ -357,7 +351,7 @@ class Run:
 
     def __init__(self, engine: Engine, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> None:
         self._engine, self._shapes, self._addresses = engine, shapes, addresses
-        self._machine, self._facts = engine.machine, engine.facts
+        self._machine, self._facts = engine._machine, engine._facts
         sizes = {"query": 0, **self._axes(shapes)}
         self._output_shapes = {
             name: tuple(sizes.get(axis, axis) if isinstance(axis, str) else axis for axis in self._named(name))
@@ -395,22 +389,26 @@ class Run:
         return read + [(*self._place(name, shape), "device", True) for name, shape in self._output_shapes.items()]
 
     def _place(self, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-        return self._addresses[name], int(np.prod(shape)) * item_bytes(self._engine.tensors[name][0])
+        return self._addresses[name], int(np.prod(shape)) * item_bytes(self._engine._tensors[name][0])
 
     def __call__(self) -> None:
         feeds = {name: self._read(name, shape) for name, shape in self._shapes.items()}
         self._check_values(feeds)
         names = list(self._facts.outputs)
-        for name, array in zip(names, self._engine.session.run(names, feeds), strict=True):
+        try:
+            arrays = self._engine._session.run(names, feeds)
+        except Exception as problem:
+            raise self._machine.error(f"an execution failed: {problem}") from problem
+        for name, array in zip(names, arrays, strict=True):
             self._write(name, array)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Array:
         _, data = self._machine.find(*self._place(name, shape), "device")
-        array = decoded(data, self._engine.tensors[name][0], shape)
+        array = decoded(data, self._engine._tensors[name][0], shape)
         return array[..., : self._facts.head_size] if len(shape) == 4 and name != "self_mask" else array
 
     def _write(self, name: str, array: Array) -> None:
-        dtype, shape = self._engine.tensors[name][0], self._output_shapes[name]
+        dtype, shape = self._engine._tensors[name][0], self._output_shapes[name]
         if array.shape != shape:  # D is padded
             array = np.pad(array, [(0, wanted - found) for wanted, found in zip(shape, array.shape, strict=True)])
         _, data = self._machine.find(*self._place(name, shape), "device")

@@ -199,7 +199,7 @@ class Workers:
         try:
             return self._add()
         except cuda.OutOfDeviceMemory as problem:
-            LOG.info("%d threads share the GPU, for there is no memory for more: %s", len(used), problem)
+            LOG.info("%d threads share the GPU, for there is no memory for more: %s", len(used), str(problem))
             self._most = len(used)
             return worker
 

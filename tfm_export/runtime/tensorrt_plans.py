@@ -160,9 +160,11 @@ class Plan:
             BundleError: it is not of the expected form.
         """
         self.library, self.path, self._cache_file, self._lock = library, path, cache, threading.Lock()
+        self._config = self._cache = None
         self._engine = library.deserialize(path)
         sizes: dict[str, int] = {} if capacity is None else {"capacity": capacity}
         if problems := [*self._problems(inputs, sizes, "INPUT"), *self._problems(outputs, sizes, "OUTPUT")]:
+            self.close()
             raise BundleError([f"{path}: {problem}" for problem in sorted(problems)], "build the engine again")
         self.profiles = sorted(
             (self._profile(index) for index in range(self._engine.num_optimization_profiles)), key=lambda p: p.query
@@ -303,7 +305,7 @@ class RuntimeCacheFile:
 
     def __init__(self, plan: Path, device: Device, version: str) -> None:
         words = f"{device.name} {device.compute_capability} driver {driver_release() or driver_version()} rtx {version}"
-        name = re.sub(r"[^a-z0-9.]+", "-", f"{plan.stem} {words}".lower())
+        name = re.sub(r"[^a-z0-9._]+", "-", f"{plan.stem} {words}".lower())
         self.path = plan.parent / CACHE_FOLDER / f"{name}.bin"
         self._known = b""
 

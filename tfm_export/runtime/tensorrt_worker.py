@@ -177,9 +177,10 @@ class Worker:
     def _settle(self) -> None:
         """Wait for what was put on the stream before something failed: the next call writes to the same memory."""
         try:
+            self.engine.gpu.activate()
             self.stream.synchronize()
         except CudaError as problem:
-            LOG.warning("%s", problem)  # the first error is the one to raise
+            LOG.warning("%s", str(problem))  # the first error is the one to raise
 
     def lease(self, rows: int, source: int, capacity: int) -> Lease:
         """Zeroed memory for a batch; the sizes are rounded up.
@@ -326,7 +327,7 @@ class Worker:
                 captured.graph = self.stream.capture(lambda: self._submit(context, arrays))
             except BackendUnavailable as problem:  # nothing has run yet: it can still be run without a graph
                 self.capture_problem = str(problem)
-                LOG.warning("steps run without CUDA graphs, and slower: %s", problem)
+                LOG.warning("steps run without CUDA graphs, and slower: %s", self.capture_problem)
                 self._run(context, memory, arrays)
                 return
         captured.graph.launch()
@@ -383,8 +384,7 @@ class Worker:
             for captured in self._captured.values():
                 last.callback(captured.close)
             last.callback(self._pool.free_idle)
-            self.engine.gpu.activate()
-            self.stream.synchronize()
+            self._settle()
 
     def _close_contexts(self) -> None:
         for context in self._contexts.values():
