@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 EXTRAS := cpu,export,quantize,rtx,plot,train,bench,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format bench docs clean
+.PHONY: help demo test test-all check format bench docs javascript clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,8 +36,11 @@ bench: $(INSTALLED) ## Measure whole generations beside CTranslate2 and PyTorch,
 docs: $(INSTALLED) ## Write docs/cli.md anew from the command line's help
 	@$(BIN)/python -m tfm_export.cli.reference docs/cli.md
 
+javascript: ## Install what the JavaScript examples need, so that their tests run; needs Node and npm
+	@for example in node web; do npm ci --prefix examples/$$example --ignore-scripts --no-audit --no-fund; done
+
 clean: ## Remove .venv and everything else that make or the tests made
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) build dist *.egg-info examples/*/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The tested set of versions; installed again when one of the two files changes.

@@ -22,6 +22,7 @@ DOCUMENTS = sorted(
     path
     for folder in (".", "docs", "examples", "benchmarks")
     for path in (ROOT / folder).glob("*.md" if folder == "." else "**/*.md")
+    if "node_modules" not in path.parts
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
@@ -103,7 +104,7 @@ def test_every_decision_is_in_the_list() -> None:
 
 @pytest.mark.slow
 def test_every_command_and_snippet_of_the_readme_runs(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("node_modules"))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     run = 0
     for language, text in blocks(ROOT / "README.md", "console", "python"):
@@ -121,3 +122,11 @@ def test_every_command_and_snippet_of_the_readme_runs(tmp_path: Path) -> None:
     assert run >= 6, "the quick start was found"
     lines = (tmp_path / "phones.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == len((ROOT / "examples/g2p/words.txt").read_text(encoding="utf-8").splitlines())
+
+
+def test_the_web_example_names_what_is_to_be_shipped() -> None:
+    """tests/examples/test_web.py runs the page with just these files."""
+    from tests.examples.test_web import BUNDLE, PAGE, RUNTIME
+
+    text = (ROOT / "examples/web/README.md").read_text(encoding="utf-8")
+    assert [name for name in (*PAGE, *RUNTIME, *BUNDLE) if name not in text] == []

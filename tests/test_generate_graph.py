@@ -37,7 +37,7 @@ def tree(path: Path) -> dict[str, bytes]:
 
 def call(path: Path, texts: list[str], bundle: Path) -> list[list[int]]:
     """What a user of another language does."""
-    with tfm_export.load(bundle) as model:
+    with tfm_export.load(bundle, device="cpu") as model:
         sources = [model.encode_text(text).ids for text in texts]
     ids = np.zeros((len(sources), max(map(len, sources))), np.int64)
     for row, source in zip(ids, sources, strict=True):
@@ -51,7 +51,7 @@ def call(path: Path, texts: list[str], bundle: Path) -> list[list[int]]:
 
 def check_against_the_runtime(bundle: Path) -> None:
     texts = ["hello", "parity", "a", "don't", "incomprehensibilities"]
-    with tfm_export.load(bundle) as model:
+    with tfm_export.load(bundle, device="cpu") as model:
         expected = [g.hypotheses[0].tokens for g in model.generate(texts, return_end_token=True)]
     assert call(bundle / FILE, texts, bundle) == expected
     assert [call(bundle / FILE, [text], bundle)[0] for text in texts] == expected

@@ -33,14 +33,13 @@ from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.checks import check_encode, check_finite, check_step_arrays, step_problems
 from tfm_export.runtime.host_memory import HostMemory
 from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepOutput
-from tfm_export.runtime.threads import usable_cpus
+from tfm_export.runtime.threads import threads_to_use
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession, IOBinding, SessionOptions
 
 onnxruntime = require_onnxruntime()
 _ONNX_TYPES = {"float32": "float"}  # where ONNX Runtime's word for a type is another
-MOST_THREADS = 1024  # ONNX Runtime starts them all, and each session its own
 _BINDINGS = 4  # of different (Q, full) that a batch keeps
 
 
@@ -77,14 +76,13 @@ class OnnxModel:
         Raises:
             BackendUnavailable: the CPU provider has no kernels for the variant's numbers.
             BundleError: the bundle has no such variant, or a graph does not load or is not of the expected form.
-            RequestError: threads is less than 1.
+            RequestError: threads is less than 1 or more than can be started.
         """
-        if threads is not None and not 1 <= threads <= MOST_THREADS:
-            raise RequestError(f"threads must be from 1 to {MOST_THREADS:,}, found {threads:,}")
+        threads = threads_to_use(threads)
         folder = folder or bundle.variant_path(variant)
         _check_kernels(bundle, variant)
         self.dimensions, self.limits = bundle.manifest.dimensions, bundle.manifest.limits
-        self.float_type, self.threads = PRECISIONS[variant].float_type, threads or usable_cpus()
+        self.float_type, self.threads = PRECISIONS[variant].float_type, threads
         self._folder, self.gives_attention, self._exact = folder, False, exact
         outputs = encoder_outputs(self.dimensions, self.float_type)
         self._encoder: InferenceSession | None = self._load(ENCODER, encoder_inputs(), outputs)
