@@ -264,14 +264,15 @@ class _Probe:
     def start(self, values: Collection[str]) -> None:
         """Load the graph with the wanted values as outputs; its weights are read where they lie."""
         self._values = list(values)
-        watched = dict.fromkeys(self.aliases[value] for value in values)
+        wanted = {self.aliases[value] for value in values}
+        watched = [value for value in self.aliases if value in wanted]  # in the order of the graph
         self._largest = dict.fromkeys(watched, 0.0)
         read = {self.aliases[value] for value in self.layers.values()}
         self._collectors = {value: Collector() for value in watched if value in read}
         graph = self._model.graph
         there = {value.name for value in (*graph.inputs, *graph.outputs)}
         computed = [value for node in graph for value in node.outputs]
-        graph.outputs.extend(value for value in computed if value.name in watched.keys() - there)
+        graph.outputs.extend(value for value in computed if value.name in wanted - there)
         options = session_options(self._threads)
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(self._folder))
         graph_bytes = ir.serde.serialize_model(self._model).SerializeToString()
@@ -294,7 +295,8 @@ class _Probe:
                 self._collectors[value].add(magnitudes)
         if broken:
             raise NumericError(
-                f"the fp32 graph {self.name} gives numbers that are not finite: {', '.join(broken)}",
+                f"the fp32 graph {self.name} gives numbers that are not finite; {broken[0]} is the first, and "
+                f"{len(broken) - 1} values that follow have some",
                 "tfm-export verify, which tells whether the bundle is sound",
             )
         return {name: outputs[name] for name in wanted}

@@ -14,6 +14,7 @@ from tfm_export.errors import RequestError
 BINS = 2**14
 ENTROPY_BINS = 2**11  # more of them find no better threshold, and cost more
 QUANTIZED_BINS = 128  # what int8 has on one side of zero
+LEAST_COUNT = 1e-4
 PERCENTILE = 99.999
 
 Counts = NDArray[np.int64]
@@ -145,17 +146,16 @@ def entropy_threshold(histogram: Histogram) -> float:
     return candidates[int(np.argmin(divergences))] * histogram.limit / ENTROPY_BINS
 
 
-def _divergence(kept: NDArray[np.float64], clipped: float) -> float:
-    """KL(P || Q) of one candidate, in nats; infinite where Q has no room for what was clipped."""
+def _divergence(kept: NDArray[np.float64], clipped: float, *, levels: int = QUANTIZED_BINS) -> float:
+    """KL(P || Q) of one candidate, in nats; infinite if it clips every number."""
+    if not kept.any():
+        return math.inf
     reference = kept.copy()
     reference[-1] += clipped
     there = reference > 0
-    # The level of each bin: they are as equal in width as whole bins allow.
-    levels = np.arange(len(kept)) * QUANTIZED_BINS // len(kept)
-    sums = np.bincount(levels, kept, minlength=QUANTIZED_BINS)
-    sizes = np.bincount(levels, there, minlength=QUANTIZED_BINS)
-    spread = (sums / np.maximum(sizes, 1))[levels]
-    if (spread[there] == 0).any():
-        return math.inf
+    level = np.arange(len(kept)) * levels // len(kept)  # as equal in width as whole bins allow
+    sums, sizes = np.bincount(level, kept, levels), np.bincount(level, there, levels)
+    # Where all of a level was clipped, Q is next to nothing instead of nothing: few outliers shall not cost infinitely.
+    spread = np.maximum(sums / np.maximum(sizes, 1), LEAST_COUNT)[level]
     p, q = reference[there] / reference.sum(), spread[there] / spread[there].sum()
     return float((p * np.log(p / q)).sum())
