@@ -206,9 +206,10 @@ class _Plan:
         if node.op_type in {"TensorScatter", "Where"}:  # a cache holds what is written to it, or is masked
             (*_, merged) = [operand for operand in _floats(node.inputs) if not operand.is_initializer()]
             return self._value_problem(source(merged))
-        if value.name not in self._ranges:
+        name = value.name or ""
+        if name not in self._ranges:
             return "its range was not measured"
-        problem = self._problem(float(self._ranges[value.name]), HEADROOM)
+        problem = self._problem(float(self._ranges[name]), HEADROOM)
         return problem and f"{_layer(node)} {problem}"
 
     def _problem(self, largest: float, headroom: float) -> str | None:
