@@ -83,7 +83,7 @@ class Builder:
             self._add_profiles(source, network, config)
             self._log.take()
             content = self._builder.build_serialized_network(network, config)
-            if content is not None and stop.signal is None:
+            if content is not None and not stop.wanted:
                 plan.write_bytes(memoryview(content))
                 self._flavor.keep_timings(config, self._options)
         said = self._log.take()

@@ -15,6 +15,7 @@ from types import FrameType, ModuleType
 from typing import Any, Protocol
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
+_LEFT_ALONE = (signal.SIG_IGN, None)
 
 
 class Progress(Protocol):
@@ -50,27 +51,49 @@ class Stop:
     """Whether a build is to stop.
 
     Attributes:
-        signal: that asked for it; None while nothing did.
+        signal: that asked for it; None while none did.
+        problem: what went wrong in a callback, where it could not be raised; None while nothing did.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.problem: Exception | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is a reason to stop."""
+        return self.signal is not None or self.problem is not None
 
 
 @contextmanager
 def stoppable() -> Iterator[Stop]:
-    """While the block runs, Ctrl-C and SIGTERM ask the build to stop; when it ends, they do what they always do."""
+    """While the block runs, Ctrl-C and SIGTERM ask the build to stop; when it ends, they do what they always do.
+
+    Raises:
+        Exception: what went wrong in a callback.
+    """
     stop = Stop()
+    with _noting_signals(stop):
+        yield stop
+    if stop.problem is not None:
+        raise stop.problem
+
+
+@contextmanager
+def _noting_signals(stop: Stop) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield stop  # Python runs signal handlers in the main thread alone
+        yield  # Python runs signal handlers in the main thread alone
         return
 
     def note(number: int, _: FrameType | None) -> None:
         stop.signal = number
 
-    usual = {number: signal.signal(number, note) for number in STOPPING}
+    # One that is ignored stays so, and what is not Python's handler could not be put back.
+    usual = {number: handler for number in STOPPING if (handler := signal.getsignal(number)) not in _LEFT_ALONE}
+    for number in usual:
+        signal.signal(number, note)
     try:
-        yield stop
+        yield
     finally:
         for number, handler in usual.items():
             signal.signal(number, handler)
@@ -88,20 +111,23 @@ def progress_monitor(trt: ModuleType, progress: Progress, stop: Stop) -> Any:
     """
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc, name-defined]
-        """Called by the builder. It holds Python's lock while it calls."""
+        """Called by the builder, which drops exceptions."""
 
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:  # noqa: ARG002
             """A phase begins."""
-            progress.advance(phase_name)
+            try:
+                progress.advance(phase_name)
+            except Exception as problem:  # noqa: BLE001 (raised again when the builder has stopped)
+                stop.problem = problem
 
         def phase_finish(self, phase_name: str) -> None:
             """A phase ends."""
 
         def step_complete(self, phase_name: str, step: int) -> bool:  # noqa: ARG002
             """A step of a phase is done; False stops the build."""
-            return stop.signal is None
+            return not stop.wanted
 
     return Monitor()

@@ -160,7 +160,7 @@ def resolve_limits(bundle: Bundle, options: EngineOptions) -> EngineLimits:
         "max_beam_size": (options.max_beam_size, bundle.manifest.dimensions.target_vocabulary_size),
     }
     problems = [
-        f"{name} must be at most {most}, found {value}"
+        f"{name.replace('_', ' ')} must be at most {most}, found {value}"
         for name, (value, most) in asked.items()
         if value is not None and value > most
     ]
