@@ -14,12 +14,15 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 SOURCE_LENGTH = 32
 TARGET_LENGTH = 32
 BUNDLE, CHECKPOINT, CTRANSLATE2, SOURCES = "tfm_bundle", "base.pt", "ctranslate2_float32", "sources.json"
+
+VARIANTS = ("w8", "w4", "int8")  # of the bundle, beside fp32
 
 Sources = list[list[int]]
 
@@ -33,12 +36,12 @@ class Contender(Protocol):
 
 
 class TfmExport:
-    """tfm_export on ONNX Runtime."""
+    """tfm_export on ONNX Runtime, in one of the bundle's precisions."""
 
-    def __init__(self, folder: Path, threads: int) -> None:
+    def __init__(self, folder: Path, threads: int, variant: str = "fp32") -> None:
         import tfm_export
 
-        self.model = tfm_export.load(folder / BUNDLE, threads=threads)
+        self.model = tfm_export.load(folder / BUNDLE, threads=threads, variant=variant)
 
     def generate(self, sources: Sources, beam: int) -> list[list[int]]:
         results = self.model.generate_ids(
@@ -97,12 +100,12 @@ class TorchEager:
 class CTranslate2:
     """CTranslate2 with the matrix library that the environment names."""
 
-    def __init__(self, folder: Path, threads: int) -> None:
+    def __init__(self, folder: Path, threads: int, compute_type: str = "default") -> None:
         # CTranslate2 imports PyTorch if it is there, for its converters: a service would not have it.
         sys.modules["torch"] = None  # type: ignore[assignment]
         from benchmarks.peers.ctranslate2 import Peer
 
-        self.peer = Peer(folder / CTRANSLATE2, threads=threads)
+        self.peer = Peer(folder / CTRANSLATE2, threads=threads, compute_type=compute_type)
 
     def generate(self, sources: Sources, beam: int) -> list[list[int]]:
         results = self.peer.translate(sources, beam_size=beam, max_decoding_length=TARGET_LENGTH, max_batch_size=0)
@@ -112,9 +115,12 @@ class CTranslate2:
 # CTranslate2 takes MKL on Intel's processors and oneDNN on others, unless it is told; both are measured.
 CONTENDERS: dict[str, tuple[Callable[[Path, int], Contender], dict[str, str]]] = {
     "tfm-export": (TfmExport, {}),
+    **{f"tfm-export {variant}": (partial(TfmExport, variant=variant), {}) for variant in VARIANTS},
     "torch eager": (TorchEager, {}),
     "CTranslate2 MKL": (CTranslate2, {"CT2_USE_MKL": "1"}),
     "CTranslate2 oneDNN": (CTranslate2, {"CT2_USE_MKL": "0"}),
+    "CTranslate2 MKL int8": (partial(CTranslate2, compute_type="int8"), {"CT2_USE_MKL": "1"}),
+    "CTranslate2 oneDNN int8": (partial(CTranslate2, compute_type="int8"), {"CT2_USE_MKL": "0"}),
 }
 
 

@@ -54,12 +54,14 @@ def _last_of_its_kind(results: dict[str, Any], cell: dict[str, Any]) -> dict[str
 
 def _ratios(results: dict[str, Any]) -> str:
     medians = {(c["batch"], c["beam"], c["contender"]): float(np.median(c["seconds"])) for c in results["cells"]}
-    others = [name for name in results["contenders"] if name != OURS]
-    rows = []
-    for batch, beam in dict.fromkeys((c["batch"], c["beam"]) for c in results["cells"]):
-        if (ours := medians.get((batch, beam, OURS))) is not None:
-            rows.append([batch, beam, *(f"{medians[batch, beam, name] / ours:.2f}" for name in others)])
-    return _table(["batch", "beam", *(f"{OURS} is faster than {name} by" for name in others)], rows)
+    others = [name for name in results["contenders"] if not name.startswith(OURS)]
+    ours = [name for name in results["contenders"] if name.startswith(OURS)]
+    rows = [
+        [batch, beam, name, *(f"{medians[batch, beam, other] / medians[batch, beam, name]:.2f}" for other in others)]
+        for batch, beam in dict.fromkeys((c["batch"], c["beam"]) for c in results["cells"])
+        for name in ours
+    ]
+    return _table(["batch", "beam", "is faster", *(f"than {name} by" for name in others)], rows)
 
 
 def _cost(results: dict[str, Any]) -> str:

@@ -6,12 +6,18 @@ never comes. So all do the same number of steps with no option that one of them 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.contenders import BUNDLE, CHECKPOINT, CTRANSLATE2, SOURCE_LENGTH, SOURCES
+from benchmarks.contenders import BUNDLE, CHECKPOINT, CTRANSLATE2, SOURCE_LENGTH, SOURCES, VARIANTS
+from tfm_export.bundle import Bundle, Manifest
+from tfm_export.quantize.calibration import decode_traces, observe, thresholds
+from tfm_export.quantize.variant import PURPOSES, Recipe, layer_inputs, write_variant
+from tfm_export.staging import new_part
 
 VOCABULARY = 32_000
 SEED = 0
@@ -22,10 +28,12 @@ NO_END = -1e4
 def prepare(
     folder: Path, progress: Callable[[str], None], *, preset: str = "base", vocabulary: int = VOCABULARY
 ) -> None:
-    """Fill a folder with the checkpoint, the bundle, the CTranslate2 model and the sources; what was there goes."""
+    """Fill a folder with the checkpoint, the bundle, the CTranslate2 model (where that is installed) and the sources.
+
+    What was there goes.
+    """
     import torch
 
-    from benchmarks.peers.ctranslate2 import build
     from reference_model.checkpoint import Checkpoint, GenerationDefaults, SpecialIds, save_checkpoint
     from reference_model.config import TransformerConfig
     from reference_model.model import Transformer
@@ -48,13 +56,40 @@ def prepare(
     )
     progress("writing the checkpoint")
     save_checkpoint(checkpoint, folder / CHECKPOINT)
-    progress("building the CTranslate2 model")
-    build(checkpoint, folder / CTRANSLATE2)
+    if importlib.util.find_spec("ctranslate2") is not None:
+        from benchmarks.peers.ctranslate2 import build
+
+        progress("building the CTranslate2 model")
+        build(checkpoint, folder / CTRANSLATE2)
     progress("exporting the bundle")
-    export_bundle(folder / CHECKPOINT, folder / BUNDLE, verify=False)
+    bundle, _ = export_bundle(folder / CHECKPOINT, folder / BUNDLE, verify=False)
     generator = torch.Generator().manual_seed(SEED)
     sources = torch.randint(special.eos + 1, vocabulary, (LARGEST_BATCH, SOURCE_LENGTH), generator=generator)
     (folder / SOURCES).write_text(json.dumps(sources.tolist()))
+    add_variants(bundle, sources.tolist()[:4], progress)
+
+
+def add_variants(bundle: Bundle, sources: list[list[int]], progress: Callable[[str], None]) -> None:
+    """Make the 8-bit and 4-bit variants, past the gates: random weights have no quality that could be judged.
+
+    Args:
+        bundle: of random weights.
+        sources: ids to calibrate on.
+        progress: told what begins.
+    """
+    fp32 = bundle.variant_path("fp32")
+    observations = observe(bundle, decode_traces(bundle, sources, beam_size=1, max_length=8), layer_inputs(fp32))
+    clipped = thresholds(observations, "percentile")
+    for name in VARIANTS:
+        progress(f"making {name}")
+
+        def record(manifest: Manifest, name: str = name) -> Manifest:
+            return replace(manifest, variants={**manifest.variants, name: {"weights": name, "compute": name}})
+
+        with new_part(bundle, f"onnx/{name}", force=True, forget=lambda manifest: manifest) as part:
+            write_variant(fp32, part.path, Recipe(precision=name, thresholds=clipped))
+            part.purposes |= {file: PURPOSES[file] for file in PURPOSES if (part.path / file).is_file()}
+            part.record = record
 
 
 def decoder_step_work() -> dict[str, float]:

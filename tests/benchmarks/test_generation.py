@@ -57,7 +57,7 @@ def test_the_tables_hold_medians_rates_ratios_and_the_floor() -> None:
     rows = [[value.strip() for value in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     assert ["8", "1", "tfm-export", "10.00 [6.00 to 18.00]", "800", "8 of 8"] in rows
     assert ["8", "1", "torch eager", "25.00 [25.00 to 25.00]", "320", "8 of 8"] in rows
-    assert ["8", "1", "2.50"] in rows
+    assert ["8", "1", "tfm-export", "2.50"] in rows
     assert ["tfm-export", "1.2", "400", "500"] in rows
     floor = f"{decoder_step_work()['weight_bytes'] / 20e9 * 1e3:.2f}"
     assert ["8", "1", "floor: a step's weights and products", floor, "", ""] in rows
@@ -91,7 +91,9 @@ def test_all_contenders_generate_the_same_tokens(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(generation, "SHARE_REPEATS", 1)
     measured = generation.measure(tmp_path / "work", list(CONTENDERS), [3, 1], [1], rounds=1, threads=1)
     assert [(c["contender"], c["batch"]) for c in measured["cells"]] == [(n, b) for b in (1, 3) for n in CONTENDERS]
-    assert all(cell["sentences_as_first_contender"] == cell["batch"] for cell in measured["cells"])
+    float32 = [cell for cell in measured["cells"] if not re.search(r"int8|w[48]", cell["contender"])]
+    assert len(float32) == 8
+    assert all(cell["sentences_as_first_contender"] == cell["batch"] for cell in float32)
     assert all(len(cell["seconds"]) == 1 and cell["seconds"][0] > 0 for cell in measured["cells"])
     assert measured["machine"]["versions"]["ctranslate2"]
     [share] = measured["python_share"]
