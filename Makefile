@@ -33,6 +33,9 @@ format: $(INSTALLED) ## Format the code and mend what the linter can
 bench: $(INSTALLED) ## Measure whole generations beside CTranslate2 and PyTorch, ten minutes
 	@$(BIN)/python -m benchmarks.generation --beams 1 4
 
+gpu-check: $(INSTALLED) ## Test and measure on this machine's NVIDIA GPU; at most ten minutes, nothing without one
+	@$(BIN)/python -m benchmarks.gpu_check
+
 docs: $(INSTALLED) ## Write docs/cli.md anew from the command line's help
 	@$(BIN)/python -m tfm_export.cli.reference docs/cli.md
 

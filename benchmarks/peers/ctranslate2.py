@@ -189,11 +189,14 @@ class Peer:
         folder: what `build` wrote.
         threads: threads for one batch.
         compute_type: "default" computes in the type the model is stored in.
+        device: "cpu" or "cuda".
     """
 
-    def __init__(self, folder: str | Path, *, threads: int = 2, compute_type: str = "default") -> None:
+    def __init__(
+        self, folder: str | Path, *, threads: int = 2, compute_type: str = "default", device: str = "cpu"
+    ) -> None:
         self.translator = ctranslate2.Translator(
-            str(folder), device="cpu", inter_threads=1, intra_threads=threads, compute_type=compute_type
+            str(folder), device=device, inter_threads=1, intra_threads=threads, compute_type=compute_type
         )
         self.source_tokens, self.target_tokens = (_read_vocabulary(Path(folder), side) for side in ("source", "target"))
         self._target_ids = {token: i for i, token in enumerate(self.target_tokens)}
