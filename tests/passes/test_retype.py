@@ -144,6 +144,26 @@ def test_a_scale_is_not_rounded(export_configuration: Callable[[str], Exported],
             assert {node.outputs[0].dtype for node in scales} == {FLOAT if kept else TYPES[float_type]}
 
 
+@pytest.mark.parametrize("operator", ["Mul", "Div"])
+@pytest.mark.parametrize(("factor", "exact"), [("4.4721360", False), ("4.5", True)])
+def test_a_factor_is_exact_or_the_product_is_float32(operator: str, factor: str, exact: bool) -> None:
+    text = f"""
+        <ir_version: 11, opset_import: ["": 24]>
+        g (float[B, 4] x) => (float[B, 4] cross_key_0)
+        <float factor = {{{factor}}}>
+        {{
+            scaled = {operator}(x, factor)
+            cross_key_0 = Relu(scaled)
+        }}
+    """
+    model = onnx_model(text)
+    kept = retype(model, "float16").kept
+    assert kept == ({} if exact else {"factor": "4.472136 is no number of float16"})
+    (node,) = (node for node in model.graph if node.op_type == operator)
+    assert {v.dtype for v in (*node.inputs, *node.outputs)} == {ir.DataType.FLOAT16 if exact else FLOAT}
+    assert len(model.graph) == (2 if exact else 4)
+
+
 def test_what_fills_masked_scores_is_the_smallest_number(
     export_configuration: Callable[[str], Exported], float_type: FloatType
 ) -> None:
@@ -451,6 +471,26 @@ def test_a_range_that_is_missing_is_not_taken_to_fit(tied: Exported) -> None:
         retype(model, "float16", ranges={})
     sizes = tied.bundle.manifest.dimensions
     assert [problem.partition(":")[0] for problem in error.value.problems] == graph.cross_names(sizes)
+
+
+def test_an_input_is_cast_where_its_readers_stay_in_float32(outlier: Outlier, tmp_path: Path) -> None:
+    """Scores of unknown range: keys are cast before they are transposed, ahead of all nodes that read them."""
+    names = [node.outputs[0].name for node in read_graph(outlier.folder / FILES[2]).graph if node.op_type == "MatMul"]
+    ranges = {name: r for name, r in outlier.ranges[FILES[2]].items() if name != names[0]}
+    steps = iter([outlier.ranges[FILES[0]], outlier.ranges[FILES[1]], ranges])
+    folder = write_graphs(
+        outlier.folder, tmp_path / "typed", lambda model: retype(model, "float16", ranges=next(steps))
+    )
+    onnx.checker.check_model(folder / FILES[2], full_check=True)
+    nodes = {node.outputs[0].name: node for node in read_graph(folder / FILES[2]).graph}
+    scores, attended = (nodes[name] for name in names)
+    assert {value.dtype for value in (*scores.inputs, *scores.outputs)} == {FLOAT}
+    assert {value.dtype for value in (*attended.inputs, *attended.outputs)} == {ir.DataType.FLOAT16}
+    assert source(scores.inputs[1]).name == "cross_key_1_float32"
+    found = run_graphs(folder, outlier.case, dimensions_of(outlier.model), "float16", attention=True)
+    truth = run_modules(outlier.model, outlier.case, torch.float64, 1)
+    name = "cross_attention, step 0"
+    np.testing.assert_allclose(found[name], truth[name], rtol=0, atol=3e-3)  # measured: 1.0e-3
 
 
 def test_moves_and_caches_need_no_ranges(tied: Exported) -> None:

@@ -71,6 +71,10 @@ def test_nothing_is_left_of_16_bits_but_what_is_cast_back(typed: Path, twins: Pa
         onnx.checker.check_model(twins / file, full_check=True)
         model = read_graph(twins / file)
         assert all(v.dtype != TYPES[float_type] for v in (*model.graph.inputs, *model.graph.initializers.values()))
+        for name, constant in read_graph(typed / file).graph.initializers.items():
+            np.testing.assert_array_equal(
+                model.graph.initializers[name].const_value.numpy(), constant.const_value.numpy().astype(np.float64)
+            )
         rounded = [v for node in model.graph for v in node.outputs if v.dtype == TYPES[float_type]]
         for value in rounded:
             assert value.producer().op_type == "Cast"

@@ -32,7 +32,7 @@ MOVES = frozenset({"Expand", "Gather", "Identity", "Reshape", "Slice", "Squeeze"
 _FLOAT = ir.DataType.FLOAT
 _KEPT_OPERATORS = {
     "LayerNormalization": "it adds up the squares of a whole row",
-    "LogSoftmax": "it adds up the exponentials of a whole vocabulary; what follows it stays in float32 too",
+    "LogSoftmax": "it adds up the exponentials of a whole vocabulary",
 }
 _NO_LAYERS = graph.Dimensions(
     source_vocabulary_size=1, target_vocabulary_size=1, decoder_layers=0, heads=1, head_size=1, candidates=1
@@ -115,7 +115,6 @@ def _check_form(model: ir.Model, *, quantized: bool) -> None:
         for node in nodes
         if any(v.dtype == _FLOAT for v in node.outputs)
         and not any(v is not None and v.dtype == _FLOAT for v in node.inputs)
-        and node.op_type not in found
     ]
     if problems:
         raise ExportError(problems, "start from the fp32 graphs of a bundle")
@@ -162,12 +161,8 @@ class _Plan:
             raise ExportError(problems, "bfloat16, which has the range of float32; or ranges of every value")
 
     def _keep_operators(self) -> None:
-        """Layer norms, the log-softmax and all that follows it, and whatever gives an output that is always float32."""
-        late: set[ir.Value] = set()
+        """Layer norms, the log-softmax, and whatever gives an output that is always float32."""
         for node in self._computing:
-            if node.op_type == "LogSoftmax" or any(source(value) in late for value in _floats(node.inputs)):
-                late.update(node.outputs)
-                self._keep([node])
             if node.op_type in _KEPT_OPERATORS:
                 self.kept[node.op_type] = _KEPT_OPERATORS[node.op_type]
                 self._keep([node])
