@@ -54,7 +54,7 @@ def add_engine(
     manifest = bundle.manifest
     padded = replace(manifest.dimensions, head_size=head_size or manifest.dimensions.head_size)
     longest = {"source": manifest.limits.max_source_length, "batch": max_batch_size}
-    queries = sorted({max_beam_size, max(max_beam_size, manifest.limits.max_target_length)}, reverse=True)
+    most = max(max_beam_size, manifest.limits.max_target_length)
     folder = bundle.path / ENGINES / name
     folder.mkdir(parents=True, exist_ok=True)
     aliases = {cache_output_name(cache): cache for cache in self_cache_names(padded)}
@@ -79,6 +79,7 @@ def add_engine(
 
     write(ENCODER_PLAN, ENCODER, encoder_inputs(), encoder_outputs(padded, float_type), [longest])
     for capacity in capacities:
+        queries = min(most, capacity), min(max_beam_size, capacity)  # of prompts, and of the steps of a search
         sizes = [{**longest, "query": query, "capacity": capacity} for query in queries]
         inputs, outputs = decoder_step_inputs(padded, float_type), decoder_step_outputs(padded, float_type)
         write(step_plan(capacity), DECODER_STEP, inputs, outputs, sizes)

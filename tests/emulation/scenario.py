@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 
 from tests.emulation.install import emulated_gpu
@@ -45,7 +44,6 @@ def run_scenario(bundle: Bundle, exact: StepModel, machine: Machine) -> float:
     del batch, joining
     errors += [_small_batch(model, exact) for _ in range(6)]  # the same memory again, with its graphs
     model.close()
-    gc.collect()
     return max(errors)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import re
 import shutil
@@ -55,7 +54,6 @@ def model(backends: Backends, machine: Machine) -> Iterator[TensorRTModel]:
     model = TensorRTModel(backends.with_engine, "emulated")
     yield model
     model.close()
-    gc.collect()
     assert machine.leaks() == []
 
 
@@ -324,7 +322,6 @@ def test_results_stay_until_the_next_step_of_the_same_batch(model: TensorRTModel
     first.grow(20)
     del first, second
     model.close()
-    gc.collect()
     found = (output.top_log_probs, output.top_ids, output.log_probs, output.log_normaliser)
     for array, expected in zip(found, kept, strict=True):
         np.testing.assert_array_equal(array, expected)
@@ -462,7 +459,6 @@ def test_many_threads_give_what_one_gives(backends: Backends, machine: Machine) 
     assert found == expected
     assert sum(thing == "a context" for thing in machine.leaks()) >= 2 * 5  # two workers
     model.close()
-    gc.collect()
     assert machine.leaks() == []
 
 
@@ -483,7 +479,6 @@ def test_threads_that_ended_leave_their_worker_to_others(backends: Backends, mac
     assert mine is workers[0]
     assert len({mine, *others}) == 2
     model.close()
-    gc.collect()
     assert machine.leaks() == []
 
 
@@ -500,7 +495,6 @@ def test_threads_share_a_worker_where_there_is_no_memory_for_more(
     assert "1 threads share the GPU" in caplog.text
     del mine, other
     model.close()
-    gc.collect()
     assert machine.leaks() == machine.violations == []
 
 
@@ -559,10 +553,8 @@ def test_a_model_that_nobody_has_any_more_is_freed(backends: Backends, machine: 
     model = TensorRTModel(backends.with_engine, "emulated")
     sentences = model.encode(*padded(SOURCES), capacity=8)
     del model
-    gc.collect()
     assert np.isfinite(sentences.step(*first_step(sentences)).top_log_probs).all()
     del sentences
-    gc.collect()
     assert machine.leaks() == []
 
 

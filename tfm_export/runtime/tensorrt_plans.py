@@ -131,7 +131,7 @@ class Plan:
 
     Attributes:
         library: that it belongs to.
-        profiles: by the number of target tokens they take.
+        profiles: by the number of target tokens they take, the fewest first.
         workspace_bytes: what its contexts need for themselves.
     """
 
@@ -166,9 +166,8 @@ class Plan:
         if problems := [*self._problems(inputs, sizes, "INPUT"), *self._problems(outputs, sizes, "OUTPUT")]:
             self.close()
             raise BundleError([f"{path}: {problem}" for problem in sorted(problems)], "build the engine again")
-        self.profiles = sorted(
-            (self._profile(index) for index in range(self._engine.num_optimization_profiles)), key=lambda p: p.query
-        )
+        profiles = [self._profile(index) for index in range(self._engine.num_optimization_profiles)]
+        self.profiles = sorted(profiles, key=lambda p: (p.query, -p.index))  # the last one is for steps
         self.workspace_bytes = int(self._engine.device_memory_size_v2)
         self._config, self._cache = self._runtime_config()
 

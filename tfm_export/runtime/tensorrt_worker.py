@@ -68,14 +68,9 @@ class Engine:
         return min(profile.source for plan in self.plans for profile in plan.profiles)
 
     @property
-    def max_queries(self) -> int:
-        """The most target tokens of a step."""
-        return min(plan.profiles[-1].query for plan in self.steps.values())
-
-    @property
     def step_queries(self) -> int:
-        """The most target tokens of a step that is captured: more come in prompts and in scoring, seldom the same."""
-        return min(plan.profiles[0].query for plan in self.steps.values())
+        """The most target tokens of a step of a search: more come in prompts and in scoring, seldom as many again."""
+        return max(plan.profiles[0].query for plan in self.steps.values())
 
     def capacity(self, wanted: int) -> int:
         """The slots of the plan that has as many, or else of the largest."""
@@ -252,7 +247,7 @@ class Worker:
         Raises:
             RequestError: the engine does not take so many tokens a step.
         """
-        most = self.engine.max_queries
+        most = self.engine.steps[memory.capacity].profiles[-1].query
         if query > most:
             raise RequestError(
                 f"the engine takes up to {most} tokens of a sentence a step, found {query}",

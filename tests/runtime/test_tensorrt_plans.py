@@ -1,0 +1,126 @@
+"""That TensorRT has what the runtime uses of it: the installed libraries, without a GPU as far as they get."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.conftest import gpu_problem
+from tests.emulation import Machine, emulated_gpu
+from tests.emulation import tensorrt as emulation
+from tests.emulation.tensorrt import tensorrt_module
+from tfm_export.errors import BackendUnavailable
+from tfm_export.runtime.tensorrt_plans import MODULES, Library
+
+# The emulation has no name that the runtime does not use, and raises AttributeError for every other one.
+CLASSES = {
+    "Runtime": emulation.Runtime,
+    "ICudaEngine": emulation.Engine,
+    "IExecutionContext": emulation.Context,
+    "ILogger": emulation.ILogger,
+    "IRuntimeConfig": emulation.RuntimeConfig,
+}
+RTX_CLASSES = {"IRuntimeConfig": emulation.RtxRuntimeConfig, "IRuntimeCache": emulation.RuntimeCache}
+ENUMS = {
+    "DataType": emulation.DataType,
+    "TensorIOMode": emulation.TensorIOMode,
+    "ExecutionContextAllocationStrategy": emulation.ExecutionContextAllocationStrategy,
+    "CudaGraphStrategy": emulation.CudaGraphStrategy,
+}
+
+
+@pytest.fixture(params=MODULES)
+def flavor(request: pytest.FixtureRequest) -> str:
+    """Each library that is installed; `tensorrt` needs more than its bindings to be imported."""
+    name: str = request.param
+    try:
+        importlib.import_module(MODULES[name][0])
+    except ImportError as problem:
+        pytest.skip(f"{MODULES[name][0]}: {problem}")
+    return name
+
+
+@pytest.fixture
+def library(flavor: str) -> ModuleType:
+    return importlib.import_module(MODULES[flavor][0])
+
+
+def classes(flavor: str) -> dict[str, type[Any]]:
+    """The emulated classes of a library by the names of the real ones."""
+    return {**CLASSES, **(RTX_CLASSES if flavor == "rtx" else {})}
+
+
+def public_names(kind: type[Any]) -> list[str]:
+    return [name for name in dir(kind) if not name.startswith("_")]
+
+
+def test_every_name_that_is_used_exists(flavor: str, library: ModuleType) -> None:
+    for name in (name for name in vars(tensorrt_module(Machine(), flavor)) if not name.startswith("__")):
+        assert hasattr(library, name)
+    for name, kind in classes(flavor).items():
+        assert [member for member in public_names(kind) if not hasattr(getattr(library, name), member)] == []
+
+
+def test_every_method_takes_the_same(flavor: str, library: ModuleType) -> None:
+    compared = 0
+    for name, kind in classes(flavor).items():
+        for method in public_names(kind):
+            code = getattr(getattr(kind, method), "__code__", None)
+            if code is None or name == "ILogger":
+                continue
+            documented = getattr(getattr(library, name), method).__doc__ or ""
+            # "set_input_shape(self: ..., name: str, shape: tuple) -> bool", perhaps several of them
+            found = [
+                re.findall(r"(?:^|, )(\w+): ", text)[1:]
+                for text in re.findall(rf"\b{method}\((self.*?)\) ->", documented)
+            ]
+            assert list(code.co_varnames[1 : code.co_argcount]) in found, f"{name}.{method}"
+            compared += 1
+    assert compared >= 16
+
+
+def test_every_member_is_the_same(flavor: str, library: ModuleType) -> None:
+    for name in set(ENUMS) & set(vars(tensorrt_module(Machine(), flavor))):
+        members = {member.name for member in ENUMS[name]}
+        real = getattr(library, name)
+        assert members <= set(real.__members__)
+        assert {str(getattr(real, member)) for member in members} == {f"{name}.{member}" for member in members}
+    assert {int(s) for s in emulation.Severity} == {int(getattr(library.ILogger, s.name)) for s in emulation.Severity}
+
+
+@pytest.mark.skipif(gpu_problem() is None, reason="there is a GPU")
+def test_a_plan_cannot_be_loaded_without_a_gpu_and_it_says_why(flavor: str, tmp_path: Path) -> None:
+    if flavor != "rtx":
+        pytest.skip("TensorRT cannot build a plan without a GPU")
+    import tensorrt_rtx as trt
+
+    builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    network.mark_output(network.add_identity(network.add_input("x", trt.float32, (2, 4))).get_output(0))
+    config = builder.create_builder_config()
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(trt.ComputeCapability.SM89, 0)
+    path = tmp_path / "identity.plan"
+    path.write_bytes(builder.build_serialized_network(network, config))
+    library = Library("rtx")
+    assert library.version == trt.__version__
+    with pytest.raises(BackendUnavailable, match=rf"TensorRT {library.version} could not load .*identity\.plan: ."):
+        library.deserialize(path)
+
+
+def test_a_library_says_what_it_logged_once() -> None:
+    with emulated_gpu():
+        library = Library("rtx")
+    tell = library._log.log
+    for number in range(6):
+        tell(emulation.Severity.ERROR, f"error {number}\n")
+    tell(emulation.Severity.WARNING, "a warning")
+    assert str(library.failure("do it")).startswith(
+        "TensorRT 1.7.1.1 could not do it: error 2; error 3; error 4; error 5\n"
+    )
+    assert str(library.failure("do it")).startswith("TensorRT 1.7.1.1 could not do it: it gave no reason")
