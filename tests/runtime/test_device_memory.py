@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import numpy as np
@@ -98,9 +97,6 @@ def test_blocks_are_as_in_numpy(stream: Stream, shape: RowShape, rows: int, leng
     block.block.zero_rows(stream, rows - 1, rows)
     block.expected[:, rows - 1] = 0
     block.check()
-    block.block.zero(stream)
-    block.expected[:] = 0
-    block.check()
     block.block.close()
 
 
@@ -122,7 +118,7 @@ class Pool:
         return Lease(self.pool.take(rows, source, capacity), self.pool.give_back)
 
 
-def test_memory_of_the_same_size_comes_again_zeroed(machine: Machine, stream: Stream) -> None:
+def test_memory_comes_again_zeroed(machine: Machine, stream: Stream) -> None:
     pool = Pool(stream)
     lease = pool.lease(2)
     first = lease.memory
@@ -131,25 +127,23 @@ def test_memory_of_the_same_size_comes_again_zeroed(machine: Machine, stream: St
     stream.synchronize()
     machine.find(address, 64, "device")[1][:] = 7
     del lease
-    gc.collect()
     assert pool.pool.lent == 0
-    other = pool.lease(3)
-    again = pool.lease(2)
-    assert again.memory is first
-    assert other.memory is not first
+    assert {pool.lease(3).memory, pool.lease(2, source=12).memory, pool.lease(2, capacity=9).memory}.isdisjoint({first})
+    again = pool.lease(1)
+    assert again.memory is first  # the smallest that has as many rows
     stream.synchronize()
     assert not machine.find(address, 64, "device")[1].any()
-    del other, again
+    del again
     pool.pool.free_idle()
     assert machine.leaks() == ["a Stream"]
-    assert len(pool.forgotten) == 2
+    assert len(pool.forgotten) == 4
 
 
 def test_what_was_used_last_is_kept(machine: Machine, stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_memory, "IDLE_SHARE", 2000 / machine.memory_bytes)
     pool = Pool(stream)
     numbers = []
-    for rows in (1, 2, 1, 3, 4, 4):  # 768 bytes a row, of which 2,000 may be idle, or two pieces
+    for rows in (1, 2, 1, 3, 4, 4):  # 768 bytes a row; 2,000 may be idle, or two pieces
         lease = pool.lease(rows)
         numbers.append(lease.memory.number)
         del lease
