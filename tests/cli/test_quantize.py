@@ -82,7 +82,8 @@ def test_quality_that_is_not_there_ends_with_3_and_adds_nothing(invoke: Invoke) 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ([], 2, "say which precision: --fp16, --bf16, --w8, --w4, --int8, --fp8"),
+        ([], 2, "say which precision, one of --fp16, --bf16, --w8, --w4, --int8, --fp8"),
+        (["--w8", "--fp8"], 2, "found --w8 and --fp8"),
         (["--w8", "--metric", "bleu"], 2, "--metric has no effect without --dev"),
         (["--bf16", "--for", "cpu"], 1, "no kernels for bf16"),
         (["--w8", "--dev", "nowhere.tsv"], 2, "does not exist"),

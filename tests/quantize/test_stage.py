@@ -159,6 +159,31 @@ def test_layers_are_kept_by_name_and_by_pattern(tiny_bundle: Path, tmp_path: Pat
         quantize_bundle(bundle, "w8", replace(ANY, skip=["nonsense"]), force=True)
 
 
+@pytest.mark.parametrize(
+    ("precision", "options", "message"),
+    [
+        ("w8", {"skip": ["*"]}, r"all \d+ layers are to be kept in fp32: nothing would be w8"),
+        ("w8", {"skip": ["nonsense"]}, "no layer is called 'nonsense'"),
+        ("fp16", {"skip": ["*"], "embeddings": False}, r"--skip has no effect on fp16(.|\n)*--no-embeddings has no"),
+        ("w4", {"method": "max", "reduced_range": True}, r"--method has no effect on w4(.|\n)*--reduced-range has no"),
+        ("w8", {"development": Development(["a", "a" * 500], [["b"]] * 2)}, "development text 2 has 5"),
+    ],
+)
+def test_what_cannot_come_out_well_is_refused_before_anything_is_decoded(
+    tiny_bundle: Path, precision: str, options: dict[str, object], message: str
+) -> None:
+    told: list[str] = []
+    with pytest.raises(RequestError, match=message):
+        quantize_bundle(Bundle.open(tiny_bundle), precision, replace(ANY, **options), progress=told.append)
+    assert told == []
+
+
+@pytest.mark.parametrize("max_loss", [-0.1, float("nan")])
+def test_a_loss_that_is_none_is_refused(max_loss: float) -> None:
+    with pytest.raises(RequestError, match="max_loss must be 0 or more"):
+        QuantizeOptions(max_loss=max_loss)
+
+
 def test_random_ids_are_refused_with_what_gives_real_ones(tiny_checkpoint: Path, tmp_path: Path) -> None:
     bundle, _ = export_bundle(tiny_checkpoint, tmp_path / "b", verify=False)
     for precision in ("w8", "int8"):

@@ -28,11 +28,11 @@ METHODS = ["max", "percentile", "entropy"]
 
 
 def precision_options(command: Any) -> Any:
-    """`--fp16`, `--w8` and so on: `precision: str | None`."""
+    """`--fp16`, `--w8` and so on: `precisions: tuple[str, ...]`, all that were given."""
     for name in reversed(VARIANTS):
         p = PRECISIONS[name]
         text = f"Weights {p.weights}; compute {p.compute}."
-        command = click.option(f"--{name}", "precision", flag_value=name, help=text)(command)
+        command = click.option(f"--{name}", "precisions", flag_value=name, multiple=True, help=text)(command)
     return command
 
 
@@ -91,7 +91,7 @@ def precision_options(command: Any) -> Any:
 @json_option
 def command(
     bundle: Path,
-    precision: str | None,
+    precisions: tuple[str, ...],
     target: Literal["cpu", "tensorrt"] | None,
     calibration: IO[str] | None,
     method: str | None,
@@ -119,14 +119,18 @@ def command(
 
     Ends with exit code 3, and adds nothing, if the quality is not good enough.
     """
-    if precision is None:
-        raise click.UsageError(f"say which precision: {', '.join(f'--{name}' for name in VARIANTS)}")
+    if len(set(precisions)) != 1:
+        found = f", found {' and '.join(f'--{name}' for name in precisions)}" if precisions else ""
+        raise click.UsageError(f"say which precision, one of {', '.join(f'--{name}' for name in VARIANTS)}{found}")
+    precision = precisions[0]
     if dev is None and (unused := [f"--{n}" for n, v in (("metric", metric), ("max-loss", max_loss)) if v is not None]):
         raise click.UsageError(f"{', '.join(unused)} has no effect without --dev")
     opened = Bundle.open(bundle)
     check_part(opened, f"onnx/{precision}", force=force)
     for module in ("onnx", "onnx_ir"):
         require(module, extra="quantize")
+    if metric in ("bleu", "chrf"):
+        require("sacrebleu", extra="quantize")
     require_onnxruntime()
     from tfm_export.quantize import QuantizeOptions, quantize_bundle, read_development
 

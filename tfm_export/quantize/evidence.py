@@ -102,6 +102,10 @@ def gather_evidence(bundle: Bundle, precision: str, options: QuantizeOptions, pr
     golden, facts, notes = read_golden(bundle, GOLDEN), {}, []
     sources = [g.source_ids for g in golden]
     texts = None if options.calibration is None else _encode(options.calibration, tokenizer, bundle, "calibration")
+    development = options.development
+    development_sources = (
+        None if development is None else _encode(development.sources, tokenizer, bundle, "development")
+    )
     model = OnnxModel(bundle, threads=options.threads)
     try:
         if texts is not None:
@@ -124,7 +128,9 @@ def gather_evidence(bundle: Bundle, precision: str, options: QuantizeOptions, pr
         traces = decode_traces(
             bundle, sources, max_length=manifest.golden["max_length"], threads=options.threads, progress=progress
         )
-        metric = None if options.development is None else _score(model, bundle, tokenizer, options, progress)
+        metric = None
+        if development_sources is not None:
+            metric = _score(model, bundle, tokenizer, development_sources, options, progress)
     finally:
         model.close()
     return Evidence(traces=traces, golden=golden, facts=facts, metric=metric, notes=notes)
@@ -186,12 +192,16 @@ def _decode_golden(model: StepModel, sources: list[list[int]], bundle: Bundle) -
 
 
 def _score(
-    model: StepModel, bundle: Bundle, tokenizer: Tokenizer | None, options: QuantizeOptions, progress: Progress
+    model: StepModel,
+    bundle: Bundle,
+    tokenizer: Tokenizer | None,
+    sources: list[list[int]],
+    options: QuantizeOptions,
+    progress: Progress,
 ) -> DevelopmentScore:
     """fp32's score on the development file, decoded as the bundle decodes unless told otherwise."""
     development, metric, generation = options.development, METRICS[options.metric], bundle.manifest.generation
     assert development is not None
-    sources = _encode(development.sources, tokenizer, bundle, "development")
     assert tokenizer is not None  # it has encoded the sources
     decode_options = DecodeOptions(
         max_decoding_length=generation.max_length,

@@ -64,6 +64,29 @@ class QuantizeOptions:
             problems.append(f"metric must be one of {', '.join(METRICS)}, found {self.metric!r}")
         if self.min_agreement is not None and not 0 <= self.min_agreement <= 1:
             problems.append(f"min_agreement must be from 0 to 1, found {self.min_agreement}")
+        if self.max_loss is not None and not self.max_loss >= 0:
+            problems.append(f"max_loss must be 0 or more, found {self.max_loss}")
+        if problems:
+            raise RequestError(problems)
+
+    def check_effects(self, precision: str) -> None:
+        """Refuse what would change nothing of a variant, for whoever says it expects that it does.
+
+        Raises:
+            RequestError: naming every such option.
+        """
+        quantized, static, int8 = ("w8", "w4", "int8", "fp8"), ("int8", "fp8"), ("int8",)
+        given = {
+            "--skip": (bool(self.skip), quantized),
+            "--no-embeddings": (not self.embeddings, quantized),
+            "--method": (self.method is not None, static),
+            "--reduced-range": (bool(self.reduced_range), int8),
+        }
+        problems = [
+            f"{name} has no effect on {precision}: it is for {', '.join(those)}"
+            for name, (is_given, those) in given.items()
+            if is_given and precision not in those
+        ]
         if problems:
             raise RequestError(problems)
 

@@ -101,19 +101,26 @@ class _Work:
     target: str = field(init=False)
     fp32: Path = field(init=False)
     layers: list[str] = field(init=False)
+    skip: frozenset[str] = field(init=False)
 
     def check(self) -> None:
         """Refuse what cannot come out well, before anything is computed."""
         self.target = self.options.target or PRECISIONS[self.precision].target
         if self.target == "cpu" and not PRECISIONS[self.precision].runs_on_cpu:
             raise RequestError(f"ONNX Runtime's CPU provider has no kernels for {self.precision}", "--for tensorrt")
+        self.options.check_effects(self.precision)
         self.fp32 = self.bundle.variant_path("fp32")
         self.layers = layer_names(self.fp32)
+        self.skip = frozenset(skipped_layers(self.layers, self.options))
+        if len(self.skip) == len(self.layers):
+            raise RequestError(
+                f"all {len(self.layers)} layers are to be kept in fp32: nothing would be {self.precision}",
+                "a --skip pattern of fewer layers",
+            )
 
     def recipe(self, evidence: Evidence) -> Recipe:
         """How to begin: with everything quantised that the options do not skip."""
-        skip = frozenset(skipped_layers(self.layers, self.options))
-        recipe = Recipe(precision=self.precision, skip=skip, reduced_range=self._reduced_range())
+        recipe = Recipe(precision=self.precision, skip=self.skip, reduced_range=self._reduced_range())
         if self.precision in BITS:
             return recipe
         values = layer_inputs(self.fp32) if self.precision in STATIC else None

@@ -116,14 +116,16 @@ def convert(model: ir.Model, name: str, recipe: Recipe) -> tuple[list[str], dict
     Returns:
         The layers in new numbers, and what stays in fp32 with the reason.
     """
-    every = [f"{name}/embedding", *(layer.name for layer in linears(model, name))]
+    layers, embedding = linears(model, name), f"{name}/embedding"
     skip = recipe.skip_in(name)
     if recipe.precision in FLOAT_TYPES:
         ranges = {
             value.removeprefix(f"{name}/"): r for value, r in recipe.ranges.items() if value.startswith(f"{name}/")
         }
         kept = retype(model, FLOAT_TYPES[recipe.precision], ranges=ranges).kept
-        return every, {f"{name}/{value}": reason for value, reason in kept.items()}
+        return [embedding, *(layer.name for layer in layers)], {
+            f"{name}/{value}": reason for value, reason in kept.items()
+        }
     if recipe.precision in BITS:
         done = quantize_weights(model, name, bits=BITS[recipe.precision], skip=skip)
     else:
@@ -135,9 +137,13 @@ def convert(model: ir.Model, name: str, recipe: Recipe) -> tuple[list[str], dict
             reduced_range=recipe.reduced_range,
             skip=skip,
         )
-    if f"{name}/embedding" not in skip:
-        done = [*quantize_embeddings(model, name), *done]
-    return done, {layer: "chosen" for layer in every if layer in skip}
+    left = {layer: "chosen" for layer in (embedding, *(layer.name for layer in layers)) if layer in skip}
+    if embedding not in skip:
+        embeddings = quantize_embeddings(model, name)
+        if not embeddings:
+            left[embedding] = "it is the table of the projection, which is kept"
+        done = [*embeddings, *done]
+    return done, left
 
 
 def _layers_of(name: str) -> str:
