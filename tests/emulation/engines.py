@@ -10,7 +10,16 @@ import onnx
 
 from tests.emulation.tensorrt import VERSIONS, PlanFacts
 from tfm_export.bundle import Bundle, file_hash
-from tfm_export.engines import ENCODER_PLAN, ENGINE_FILE, ENGINES, FLOAT_TYPES, EngineRecord, Shapes, step_plan
+from tfm_export.engines import (
+    ENCODER_PLAN,
+    ENGINE_FILE,
+    ENGINES,
+    FLOAT_TYPES,
+    EngineRecord,
+    Shapes,
+    plan_file,
+    step_plan,
+)
 from tfm_export.graph import (
     DECODER_STEP,
     ENCODER,
@@ -54,35 +63,14 @@ def add_engine(
     manifest = bundle.manifest
     padded = replace(manifest.dimensions, head_size=head_size or manifest.dimensions.head_size)
     longest = {"source": manifest.limits.max_source_length, "batch": max_batch_size}
+    profiles = {ENCODER_PLAN: (_profile(encoder_inputs(), longest),)}
     most = max(max_beam_size, manifest.limits.max_target_length)
-    folder = bundle.path / ENGINES / name
-    folder.mkdir(parents=True, exist_ok=True)
-    aliases = {cache_output_name(cache): cache for cache in self_cache_names(padded)}
-    source, profiles = bundle.variant_path("fp32"), {}
-
-    def write(
-        plan: str, graph: str, inputs: list[TensorSpec], outputs: list[TensorSpec], sizes: list[dict[str, int]]
-    ) -> None:
-        fixed = {"capacity": sizes[0].get("capacity", -1)}
-        shapes = [{spec.name: _shapes(spec, largest) for spec in inputs} for largest in sizes]
-        facts = PlanFacts(
-            flavor=flavor,
-            inputs={spec.name: (spec.dtype, _shape(spec, fixed)) for spec in inputs},
-            outputs={spec.name: (spec.dtype, _shape(spec, fixed)) for spec in outputs},
-            profiles=shapes,
-            aliases=aliases if "capacity" in sizes[0] else {},
-            head_size=manifest.dimensions.head_size,
-        )
-        content = onnx.load(source / graph).SerializeToString()
-        (folder / f"{plan}.plan").write_bytes(facts.to_plan(content))
-        profiles[plan] = tuple(shapes)
-
-    write(ENCODER_PLAN, ENCODER, encoder_inputs(), encoder_outputs(padded, float_type), [longest])
     for capacity in capacities:
         queries = min(most, capacity), min(max_beam_size, capacity)  # of prompts, and of the steps of a search
+        inputs = decoder_step_inputs(padded, float_type)
         sizes = [{**longest, "query": query, "capacity": capacity} for query in queries]
-        inputs, outputs = decoder_step_inputs(padded, float_type), decoder_step_outputs(padded, float_type)
-        write(step_plan(capacity), DECODER_STEP, inputs, outputs, sizes)
+        profiles[step_plan(capacity)] = tuple(_profile(inputs, largest) for largest in sizes)
+    source = bundle.variant_path("fp32")
     record = EngineRecord(
         **{
             "name": name,
@@ -97,7 +85,7 @@ def add_engine(
             "max_source_length": manifest.limits.max_source_length,
             "max_target_length": manifest.limits.max_target_length,
             "capacities": capacities,
-            "plans": {plan: f"{plan}.plan" for plan in profiles},
+            "plans": {plan: plan_file(plan) for plan in profiles},
             "onnx_hashes": {"onnx/fp32/" + file: file_hash(source / file) for file in (ENCODER, DECODER_STEP)},
             "head_size_padded": padded.head_size,
             "attention": "decomposed",
@@ -106,26 +94,55 @@ def add_engine(
             **fields,
         }
     )
-    (folder / ENGINE_FILE).write_text(record.to_json(), encoding="utf-8")
-    _record(bundle, record, [file for file in folder.iterdir() if file.is_file()])
+    write_plans(bundle, record)
     return record
 
 
-def _shape(spec: TensorSpec, fixed: dict[str, int]) -> list[int]:
-    return [axis if isinstance(axis, int) else fixed.get(axis, -1) for axis in spec.axes]
+def write_plans(bundle: Bundle, record: EngineRecord) -> None:
+    """Write the plans of an engine, for the emulated GPU, and put the engine into the bundle's manifest.
+
+    Args:
+        bundle: with fp32 graphs, which the plans have whatever the variant.
+        record: of the engine; what its plans take is as it says.
+    """
+    dimensions, folder = bundle.manifest.dimensions, bundle.path / ENGINES / record.name
+    padded, kind = replace(dimensions, head_size=record.head_size_padded), record.float_type
+    folder.mkdir(parents=True, exist_ok=True)
+    for plan, file in record.plans.items():
+        encoder = plan == ENCODER_PLAN
+        capacity = -1 if encoder else int(plan.rpartition("_")[2])
+        inputs = encoder_inputs() if encoder else decoder_step_inputs(padded, kind)
+        outputs = (encoder_outputs if encoder else decoder_step_outputs)(padded, kind)
+        facts = PlanFacts(
+            flavor=record.flavor,
+            inputs={spec.name: (spec.dtype, _shape(spec, capacity)) for spec in inputs},
+            outputs={spec.name: (spec.dtype, _shape(spec, capacity)) for spec in outputs},
+            profiles=[{name: [*map(list, shapes)] for name, shapes in p.items()} for p in record.profiles[plan]],
+            aliases={} if encoder else {cache_output_name(cache): cache for cache in self_cache_names(padded)},
+            head_size=dimensions.head_size,
+        )
+        graph = onnx.load(bundle.variant_path("fp32") / (ENCODER if encoder else DECODER_STEP))
+        (folder / file).write_bytes(facts.to_plan(graph.SerializeToString()))
+    (folder / ENGINE_FILE).write_text(record.to_json(), encoding="utf-8")
+    _record(bundle, record, [file for file in folder.iterdir() if file.is_file()])
 
 
-def _shapes(spec: TensorSpec, largest: dict[str, int]) -> Shapes:
+def _shape(spec: TensorSpec, capacity: int) -> list[int]:
+    return [axis if isinstance(axis, int) else capacity if axis == "capacity" else -1 for axis in spec.axes]
+
+
+def _profile(inputs: list[TensorSpec], largest: dict[str, int]) -> dict[str, Shapes]:
     smallest = {**dict.fromkeys(largest, 1), "capacity": largest.get("capacity", 1)}
-    ends = [
-        tuple(axis if isinstance(axis, int) else sizes[axis] for axis in spec.axes) for sizes in (smallest, largest)
-    ]
-    return ends[0], ends[1], ends[1]
+
+    def shape(spec: TensorSpec, sizes: dict[str, int]) -> tuple[int, ...]:
+        return tuple(axis if isinstance(axis, int) else sizes[axis] for axis in spec.axes)
+
+    return {spec.name: (shape(spec, smallest), shape(spec, largest), shape(spec, largest)) for spec in inputs}
 
 
 def _record(bundle: Bundle, record: EngineRecord, files: list[Path]) -> None:
     """In the bundle's manifest, in memory and on disk."""
-    graphs = dict.fromkeys(record.onnx_hashes, "a graph")
+    graphs = dict.fromkeys(record.onnx_hashes, "what an engine is made from")
     bundle.add_files({**graphs, **{f"{ENGINES}/{record.name}/{file.name}": "part of an engine" for file in files}})
     engines = {**bundle.manifest.engines, record.name: record.facts()}
     bundle.manifest = replace(bundle.manifest, engines=engines)
