@@ -114,14 +114,15 @@ def idle_memory_freed_in_use(patch: Patch) -> None:
 
 
 def graphs_whose_contexts_are_used_otherwise(patch: Patch) -> None:
-    replay = Worker._replay
+    run = Worker._run_as_graph
 
-    def and_change(self: Worker, key: Any, plan: Any, profile: Any, memory: Any, arrays: StepArrays) -> None:
-        replay(self, key, plan, profile, memory, arrays)
+    def and_change(self: Worker, key: Any, plan: Any, profile: Any, memory: Any, arrays: StepArrays) -> bool:
+        done = run(self, key, plan, profile, memory, arrays)
         if self._captured[key].graph is not None:
             self._captured[key].context._context.set_tensor_address("positions", arrays.addresses["target_ids"])
+        return done
 
-    patch.setattr(Worker, "_replay", and_change)
+    patch.setattr(Worker, "_run_as_graph", and_change)
 
 
 def graphs_captured_without_a_run_before(patch: Patch) -> None:

@@ -391,6 +391,7 @@ def test_rtx_captures_by_itself(bundle: Bundle, machine: Machine, backends: Back
         ("cudaStreamBeginCapture", (Error.cudaErrorStreamCaptureUnsupported,)),
         ("cudaGraphInstantiate", (Error.cudaErrorInvalidValue, None)),
         ("execute_async_v3", False),
+        ("create_execution_context", False),
     ],
 )
 def test_what_cannot_be_captured_runs_without(

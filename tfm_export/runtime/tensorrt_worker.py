@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections import Counter, OrderedDict
@@ -287,10 +288,9 @@ class Worker:
         profile = next(p for p in plan.profiles if p.query >= arrays.shape.query)
         key = memory.number, arrays.shape.batch, arrays.shape.query
         self._uses[key] += 1
-        if self.capture_problem or profile is not plan.profiles[0] or self._uses[key] <= EAGER_RUNS:
+        eager = self.capture_problem or profile is not plan.profiles[0] or self._uses[key] <= EAGER_RUNS
+        if eager or not self._run_as_graph(key, plan, profile, memory, arrays):
             self._run(self._contexts[memory.capacity, profile.index], memory, arrays)
-        else:
-            self._replay(key, plan, profile, memory, arrays)
         self.stream.synchronize()
 
     def _run(self, context: Context, memory: BatchMemory, arrays: StepArrays) -> None:
@@ -306,30 +306,33 @@ class Worker:
         context.enqueue(self.stream)
         self.stream.to_host(arrays.best, arrays.addresses["top_log_probs"])
 
-    def _replay(
+    def _run_as_graph(
         self, key: tuple[int, int, int], plan: Plan, profile: Profile, memory: BatchMemory, arrays: StepArrays
-    ) -> None:
-        """Run a step as a graph. Its context runs once without: new shapes cost work that cannot be captured."""
+    ) -> bool:
+        """Run a step as a graph, at first on a context of its own alone; False if that cannot be: nothing has run."""
         captured = self._captured.get(key)
-        if captured is None:
-            captured = _Captured(plan.context(profile, self.stream, self._workspace))
-            self._captured[key] = captured
-            self._run(captured.context, memory, arrays)
-            if len(self._captured) > MOST_GRAPHS:
-                self.stream.synchronize()
-                self._captured.popitem(last=False)[1].close()
-            return
-        self._captured.move_to_end(key)
-        if captured.graph is None:
-            context = captured.context
-            try:
-                captured.graph = self.stream.capture(lambda: self._submit(context, arrays))
-            except BackendUnavailable as problem:  # nothing has run yet: it can still be run without a graph
-                self.capture_problem = str(problem)
-                LOG.warning("steps run without CUDA graphs, and slower: %s", self.capture_problem)
-                self._run(context, memory, arrays)
-                return
-        captured.graph.launch()
+        try:
+            if captured is None:
+                context = plan.context(profile, self.stream, self._workspace)
+            elif captured.graph is None:
+                captured.graph = self.stream.capture(functools.partial(self._submit, captured.context, arrays))
+        except BackendUnavailable as problem:
+            self.capture_problem = str(problem)
+            LOG.warning("steps run without CUDA graphs, and slower: %s", self.capture_problem)
+            return False
+        if captured is None:  # new shapes cost a context work that cannot be captured
+            self._run(context, memory, arrays)
+            self._keep(key, _Captured(context))
+        elif captured.graph is not None:
+            self._captured.move_to_end(key)
+            captured.graph.launch()
+        return True
+
+    def _keep(self, key: tuple[int, int, int], captured: _Captured) -> None:
+        self._captured[key] = captured
+        if len(self._captured) > MOST_GRAPHS:
+            self.stream.synchronize()
+            self._captured.popitem(last=False)[1].close()
 
     def _shapes(self, shape: StepShape) -> dict[str, tuple[int, ...]]:
         rows = self.engine.rows
