@@ -11,6 +11,8 @@ import click
 from tfm_export.bundle import Bundle, Manifest
 from tfm_export.cli.options import bundle_argument, json_option
 from tfm_export.cli.reports import print_files, size_text, table
+from tfm_export.engines import ENCODER_PLAN, ENGINES, FLAVORS, plan_file, read_engine
+from tfm_export.errors import BundleError
 
 
 @click.command("inspect")
@@ -38,6 +40,9 @@ def command(bundle: Path, as_json: bool) -> None:
     click.echo()
     click.echo(variants_table(opened))
     click.echo()
+    if manifest.engines:
+        click.echo(engines_table(opened))
+        click.echo()
     print_files(opened)
 
 
@@ -64,6 +69,38 @@ def variants_table(bundle: Bundle) -> str:
     head = ["variant", "weights", "compute", "for", "in these numbers", "as fp32", "metric", "speed", "size"]
     keep = [i for i in range(len(head)) if any(row[i] for row in rows)]
     return table([[row[i] for i in keep] for row in [head, *rows]], right=[keep.index(8)])
+
+
+def engines_table(bundle: Bundle) -> str:
+    """The TensorRT engines of a bundle: what they are for, how large they are, and whether they still belong to it."""
+    rows, notes = [], []
+    for name, facts in bundle.manifest.engines.items():
+        try:
+            read_engine(bundle, name)
+        except BundleError as error:
+            notes += [f"note: {problem}" for problem in error.problems]
+            if error.hint:
+                notes.append(f"      {error.hint}")
+        entries = {n: e.bytes for n, e in bundle.manifest.files.items() if n.startswith(f"{ENGINES}/{name}/")}
+        plans = {file: size for file, size in entries.items() if file.endswith(".plan")}
+        encoder = sum(size for file, size in plans.items() if file.endswith(f"/{plan_file(ENCODER_PLAN)}"))
+        rows.append(
+            [
+                name,
+                f"{FLAVORS.get(facts['flavor'], facts['flavor'])} {facts['flavor_version']}",
+                ", ".join(facts["compute_capabilities"]),
+                facts["variant"] + ("" if facts["compute"] == facts["variant"] else f" on {facts['compute']}"),
+                facts["attention"],
+                f"{facts['max_batch_size']} x {facts['max_beam_size']}",
+                f"{facts['max_source_length']:,}, {facts['max_target_length']:,}",
+                ", ".join(map(str, facts["capacities"])),
+                size_text(encoder),
+                size_text(sum(plans.values()) - encoder),
+            ]
+        )
+    head = ["engine", "library", "GPUs", "numbers", "attention", "batch x beam", "lengths", "slots"]
+    text = table([[*head, "encoder", "decoder"], *rows], right=[8, 9])
+    return "\n".join([text, *notes])
 
 
 def _sections(manifest: Manifest) -> dict[str, dict[str, Any]]:
@@ -93,7 +130,6 @@ def _sections(manifest: Manifest) -> dict[str, dict[str, Any]]:
             "beam size": generation.beam_size,
             "length penalty": generation.length_penalty,
         },
-        "engine": {name: _facts(facts) for name, facts in manifest.engines.items()},
         "golden inputs": _flat(manifest.golden),
         "made with": dict(manifest.tools),
     }
@@ -106,10 +142,6 @@ def _flat(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         path = f"{prefix}{name.replace('_', ' ')}"
         flat |= _flat(value, f"{path}: ") if isinstance(value, dict) else {path: value}
     return flat
-
-
-def _facts(facts: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {_text(value)}" for name, value in _flat(facts).items()) or "-"
 
 
 def _text(value: Any) -> str:

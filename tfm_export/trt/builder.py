@@ -13,7 +13,7 @@ from tfm_export.trt.flavor import OPERATORS, Flavor, polygraphy
 from tfm_export.trt.monitor import Progress, progress_monitor, stoppable
 from tfm_export.trt.options import EngineOptions
 from tfm_export.trt.proof import Network, look_at
-from tfm_export.trt.refusals import check_warnings
+from tfm_export.trt.refusals import check_inputs, check_warnings
 from tfm_export.trt.source import Source
 
 # What TensorRT says where it has no fused kernel for an attention that must not be decomposed.
@@ -89,6 +89,7 @@ class Builder:
         said = self._log.take()
         if content is None:
             raise self._failure(f"build {source.plan}", said, fused=fused)
+        check_warnings(source.plan, said)
         return Built(network=look_at(self._trt, network), text=self._listing(network), fused=fused)
 
     def _parse(self, source: Source, folder: Path) -> Any:
@@ -108,9 +109,7 @@ class Builder:
             errors = [parser.get_error(i).desc() for i in range(parser.num_errors)]
             raise self._failure(f"parse {source.file}", [*errors, *said], fused=False)
         check_warnings(source.plan, said)
-        found = {network.get_input(i).name for i in range(network.num_inputs)}
-        if lost := [spec.name for spec in source.inputs if spec.name not in found]:
-            raise BuildError(f"{source.plan}: TensorRT's parser dropped the inputs {', '.join(lost)}")
+        check_inputs(source.plan, [spec.name for spec in source.inputs], network)
         return network
 
     def _add_profiles(self, source: Source, network: Any, config: Any) -> None:

@@ -213,13 +213,13 @@ def polygraphy(flavor: Flavor) -> ModuleType:
     Raises:
         BackendUnavailable: it is not installed, or this process uses it with the other library already.
     """
-    config: Any = require("polygraphy.config", extra=MODULES[flavor.name][1])
-    if _POLYGRAPHY in sys.modules and (flavor.name == "rtx") != config.USE_TENSORRT_RTX:
+    settings: Any = require("polygraphy.config", extra=MODULES[flavor.name][1])
+    if _POLYGRAPHY in sys.modules and (flavor.name == "rtx") != settings.USE_TENSORRT_RTX:
         raise BackendUnavailable(
             "this process has loaded Polygraphy for the other TensorRT library",
             "a process of its own for each flavour",
         )
-    config.USE_TENSORRT_RTX = flavor.name == "rtx"
+    settings.USE_TENSORRT_RTX = flavor.name == "rtx"
     logger = importlib.import_module("polygraphy.logger").G_LOGGER
     logger.module_severity = logger.CRITICAL  # it would tell, among our own lines, that it has no colours
     return importlib.import_module(_POLYGRAPHY)

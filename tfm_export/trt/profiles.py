@@ -22,6 +22,9 @@ from tfm_export.passes.linears import add_initializer
 
 Sizes = Mapping[str, int]
 POINTS = ("smallest", "usual", "largest")
+# Plans for a single sentence take two. TensorRT-RTX 1.7.1 does not compile the 16-bit decoder step for a batch that is
+# always 1 ("Graph contains more than one op named"), and with one token a step stores all float32 weights twice.
+LEAST_BATCH = 2
 LARGEST_SHAPE = 16  # numbers: what has more is a weight, and of no use for finding out shapes
 
 
@@ -109,7 +112,7 @@ class EngineLimits:
 
     @property
     def _batch(self) -> Range:
-        return Range(smallest=1, usual=_half(_half(self.max_batch_size)), largest=self.max_batch_size)
+        return Range(smallest=1, usual=_half(_half(self.max_batch_size)), largest=max(self.max_batch_size, LEAST_BATCH))
 
     @property
     def _source(self) -> Range:

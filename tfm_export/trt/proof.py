@@ -104,7 +104,7 @@ def asked_product(variant: str, compute: str) -> str:
 
 
 def prove(
-    source: Source, variant: str, compute: str, network: Network, plan: Path, *, fused: bool, readable: bool
+    source: Source, variant: str, compute: str, found: Network, plan: Path, *, fused: bool, readable: bool
 ) -> PlanProof:
     """Compare what was built with what was asked for.
 
@@ -112,7 +112,7 @@ def prove(
         source: the graph.
         variant: the precision.
         compute: what is computed in where nothing is quantised.
-        network: what TensorRT was given.
+        found: what TensorRT was given.
         plan: the file that came out.
         fused: attention in 16 bits was not decomposed.
         readable: the plan is of a kind whose kernels can be told from its weights.
@@ -124,8 +124,8 @@ def prove(
     stored = size - _text_bytes(plan) if readable else None
     expected = expected_network(source.model)
     problems = [
-        *_product_problems(asked, expected, network),
-        *_layer_problems(source, compute, expected, network),
+        *_product_problems(asked, expected, found),
+        *_layer_problems(source, compute, expected, found),
         *_size_problems(source, stored, sum(expected.attention.values())),
     ]
     if problems:
@@ -136,10 +136,10 @@ def prove(
     return PlanProof(
         plan=source.plan,
         asked=asked,
-        products=dict(network.products),
-        attention=dict(network.attention),
+        products=dict(found.products),
+        attention=dict(found.attention),
         fused=fused,
-        caches=len(network.caches),
+        caches=len(found.caches),
         weight_bytes=source.weight_bytes,
         plan_bytes=size,
         stored_bytes=stored,
@@ -215,7 +215,7 @@ def _size_problems(source: Source, stored: int | None, attentions: int) -> Itera
     if abs(stored - weights) > allowance:
         yield (
             f"its weights take {stored / 1e6:,.2f} MB, and the graph's {weights / 1e6:,.2f} MB: "
-            f"more than {allowance / 1e6:,.2f} MB apart, so they are stored in other numbers"
+            f"more than {allowance / 1e6:,.2f} MB apart, so they are stored in other numbers, or more than once"
         )
 
 

@@ -1,12 +1,13 @@
 """What TensorRT's ONNX parser would ignore or misread, found before it is asked.
 
-A parser that ignores an input warns, and builds an engine that gives wrong numbers: measured with `nonpad_kv_seqlen` of
-Attention. So what is not known to be read is refused.
+A parser that ignores an input says nothing, and the engine gives wrong numbers: seen with `nonpad_kv_seqlen` of
+Attention in TensorRT-RTX 1.7.1. So what is not known to be read is refused, and what came of the graph is looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -34,19 +35,40 @@ def check_graph(name: str, model: ir.Model) -> None:
         raise BuildError(problems, "export the bundle again with this version of tfm-export")
 
 
-def check_warnings(name: str, warnings: list[str]) -> None:
-    """Make sure that the parser did not leave anything out.
+def check_inputs(name: str, expected: Sequence[str], network: Any) -> None:
+    """Make sure that a network has the inputs of its graph, and that a layer reads each of them.
 
     Args:
         name: of the graph, for messages.
-        warnings: what TensorRT said while it parsed.
+        expected: the names of its inputs.
+        network: an INetworkDefinition after parsing.
+
+    Raises:
+        BuildError: naming the inputs that were dropped, or that nothing reads any more.
+    """
+    found = [network.get_input(index).name for index in range(network.num_inputs)]
+    layers = [network.get_layer(index) for index in range(network.num_layers)]
+    operands = [layer.get_input(index) for layer in layers for index in range(layer.num_inputs)]
+    read = {operand.name for operand in operands if operand is not None}
+    problems = [f"{name}: TensorRT's parser dropped the input {lost}" for lost in expected if lost not in found]
+    problems += [f"{name}: TensorRT's parser ignores the input {unread}" for unread in found if unread not in read]
+    if problems:
+        raise BuildError(problems)
+
+
+def check_warnings(name: str, warnings: Sequence[str]) -> None:
+    """Make sure that TensorRT did not leave anything out.
+
+    Args:
+        name: of the graph, for messages.
+        warnings: what it said while it parsed or built.
 
     Raises:
         BuildError: it left something out.
     """
     found = [text for text in warnings if any(words in text.lower() for words in IGNORED)]
     if found:
-        raise BuildError([f"{name}: TensorRT's parser leaves something out: {text}" for text in found])
+        raise BuildError([f"{name}: TensorRT leaves something out: {text}" for text in found])
 
 
 def _problems(model: ir.Model) -> Iterator[str]:
@@ -87,6 +109,6 @@ def _scatter_problems(node: ir.Node) -> Iterator[str]:
         found = node.attributes[name].value if name in node.attributes else None
         if found != expected:
             yield f"TensorScatter {node.name!r} must have {name} {expected}, found {found}"
-    cache = node.inputs[0]
-    if cache is None or cache.shape is None or len(cache.shape) != 4 or not isinstance(cache.shape[2], int):
+    shape = node.inputs[0].shape if node.inputs[0] is not None else None
+    if shape is None or len(shape) != 4 or not isinstance(shape[2], int):
         yield f"TensorScatter {node.name!r} must write to a cache of 4 axes with a fixed capacity"
