@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import queue
 import signal
 import sys
-import threading
 from pathlib import Path
 
 import tfm_export
@@ -32,9 +32,9 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
 
-    stop = threading.Event()
+    stop: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda number, _: stop.put(number))
     try:
         model = tfm_export.load(
             arguments.bundle,

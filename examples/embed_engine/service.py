@@ -8,6 +8,7 @@ GET  /metrics    counters in Prometheus' text format
 from __future__ import annotations
 
 import json
+import queue
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import Any
 from examples.embed_engine.batcher import Batcher, ClosingError, OverloadedError
 from tfm_export import Generation, Model, RequestError, TextRequest, TfmExportError
 
-LARGEST_BODY = 1 << 20
+LARGEST_BODY, MOST_UNREAD = 1 << 20, 1 << 24
 MOST_TEXTS = 256
 IDLE_SECONDS = 10.0  # after which a connection that asks nothing is closed
 
@@ -104,7 +105,8 @@ class Handler(BaseHTTPRequestHandler):
         except ValueError:
             length = -1
         if not 0 <= length <= LARGEST_BODY:
-            self.close_connection = True  # the body stays unread
+            self.close_connection = True
+            self.rfile.read(min(max(length, 0), MOST_UNREAD))  # whoever is still sending would not read the answer
             return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": f"a body has 0 to {LARGEST_BODY:,} bytes"}
         body = self.rfile.read(length)
         if self.path != "/generate":
@@ -195,17 +197,24 @@ def metrics(batcher: Batcher) -> str:
     return "".join(f"embed_engine_{name} {value}\n" for name, value in counts.items())
 
 
-def serve(service: Service, stop: threading.Event, *, seconds: float) -> None:
+def serve(service: Service, stop: queue.SimpleQueue[int], *, seconds: float) -> None:
     """Serve until told to stop; then answer what was asked, and return.
 
     Args:
         service: listening.
-        stop: set by a signal.
+        stop: a signal puts its number here. Of what threads wait for each other with, this alone may be used in a
+            signal's handler.
         seconds: for the answers that are due at the end.
     """
-    thread = threading.Thread(target=service.serve_forever, name="listener")
+    thread = threading.Thread(target=service.serve_forever, name="listener", daemon=True)
     thread.start()
-    stop.wait()
+    while True:
+        try:
+            # Python runs handlers when the main thread is awake: one that waits for ever may sleep through a signal.
+            stop.get(timeout=0.5)
+            break
+        except queue.Empty:
+            continue
     begin = time.monotonic()
     service.end(seconds=seconds)
     thread.join()

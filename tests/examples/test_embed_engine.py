@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Self
 
@@ -225,12 +226,10 @@ class Process:
         self.port = int(found[1]) if found else 0
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request(method, path, body)
-        response = connection.getresponse()
-        answer = response.status, response.read().decode()
-        connection.close()
-        return answer
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+            connection.request(method, path, body)
+            with closing(connection.getresponse()) as response:
+                return response.status, response.read().decode()
 
     def generate(self, **state: Any) -> tuple[int, dict[str, Any]]:
         status, text = self.ask("POST", "/generate", json.dumps(state).encode())
@@ -271,12 +270,12 @@ def test_the_service_answers_and_ends_in_order(running: Process, expected: dict[
     assert running.generate(texts=["hello"], deadline=0)[1]["answers"][0]["reason"] == "deadline"
     assert "embed_engine_answered 3" in running.ask("GET", "/metrics")[1].splitlines()
 
-    idle = http.client.HTTPConnection("127.0.0.1", running.port)  # must not keep the service from ending
-    idle.request("GET", "/health")
-    idle.getresponse().read()
-    running.process.send_signal(signal.SIGTERM)
-    code, output, errors = running.end()
-    idle.close()
+    # A connection that asks nothing more must not keep the service from ending.
+    with closing(http.client.HTTPConnection("127.0.0.1", running.port)) as idle:
+        idle.request("GET", "/health")
+        idle.getresponse().read()
+        running.process.send_signal(signal.SIGTERM)
+        code, output, errors = running.end()
     assert (code, "Traceback" in errors, "ended in" in output) == (0, False, True), errors
 
 
