@@ -253,7 +253,7 @@ class Gpu:
             self._cudart.cudaGetLastError()  # it would be the next call's error, too
             left = self.free_bytes()
             raise OutOfDeviceMemory(
-                f"{nbytes / 1e6:,.0f} MB more are needed, but {self.device.name} has {left / 1e6:,.0f} MB left",
+                f"{nbytes / 1e6:,.1f} MB more are needed, but {self.device.name} has {left / 1e6:,.1f} MB left",
                 "a smaller max_batch_size, or end what else uses the GPU",
             )
         self.call((error,))
