@@ -20,7 +20,12 @@ HEAVY = {"torch", "onnx", "onnxruntime", "onnxscript", "onnx_ir", "tensorrt", "t
 
 # All modules but these import with the base install.
 NEED_AN_EXTRA = (
+    "tfm_export.bench",
     "tfm_export.export",
+    "tfm_export.graph_files",
+    "tfm_export.passes",
+    "tfm_export.quantize",
+    "tfm_export.trt",
     "tfm_export.checkpoints",
     "tfm_export.generate_graph",
     "tfm_export.verify",

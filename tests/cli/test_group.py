@@ -172,7 +172,9 @@ def printed_on_a_terminal() -> str:
 
 def test_the_group_lists_every_command_module_and_no_other() -> None:
     files = Path(cli_module.__file__).parent.glob("*.py")
-    assert set(COMMANDS) == {path.stem for path in files if "\ndef command(" in path.read_text(encoding="utf-8")}
+    assert set(COMMANDS) == {
+        path.stem.replace("_", "-") for path in files if "\ndef command(" in path.read_text(encoding="utf-8")
+    }
 
 
 @pytest.mark.parametrize(("shell", "sign"), [("bash", "complete -o"), ("zsh", "#compdef"), ("fish", "complete --")])

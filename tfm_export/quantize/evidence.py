@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tfm_export.bundle import GOLDEN, Bundle
+from tfm_export.bundle import GOLDEN, Bundle, Manifest
 from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.errors import BundleError, RequestError
 from tfm_export.quantize.calibration import Trace, decode_traces
@@ -23,6 +23,7 @@ from tfm_export.verify import BeamGolden, Golden, read_golden
 MOST_CALIBRATED = 512  # sources; more of them move no threshold that matters
 MOST_JUDGED = 200
 BEAM_SIZE = 4
+MOST_PADDED, MOST_PADDING = 64, 16  # traces with padding, and its tokens: they set ranges, which have headroom
 
 Progress = Callable[[str], None]
 
@@ -134,6 +135,18 @@ def gather_evidence(bundle: Bundle, precision: str, options: QuantizeOptions, pr
     finally:
         model.close()
     return Evidence(traces=traces, golden=golden, facts=facts, metric=metric, notes=notes)
+
+
+def padded_traces(traces: Sequence[Trace], manifest: Manifest) -> list[Trace]:
+    """Some of the traces with padding behind their sources, as batches have it.
+
+    Args:
+        traces: of real inputs.
+        manifest: with the padding's id and the longest source.
+    """
+    room = manifest.limits.max_source_length
+    pads = [manifest.special_ids.pad] * MOST_PADDING
+    return [Trace([*t.source_ids, *pads][:room], t.target_ids) for t in traces[:MOST_PADDED]]
 
 
 def _encode(texts: Sequence[str], tokenizer: Tokenizer | None, bundle: Bundle, what: str) -> list[list[int]]:

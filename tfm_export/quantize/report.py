@@ -55,6 +55,7 @@ class QuantizeReport:
         bytes: of the variant's files.
         fp32_bytes: of fp32's.
         fused: fused operators that ONNX Runtime made of the graphs, by graph.
+        broken: why the variant could not even be judged: numbers that are not finite.
         notes: what else people should know.
     """
 
@@ -72,12 +73,17 @@ class QuantizeReport:
     bytes: int
     fp32_bytes: int
     fused: dict[str, dict[str, int]] = field(default_factory=dict)
+    broken: str | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
     def quality_passed(self) -> bool:
         """Every comparison of generations, and the metric."""
-        return all(c.passed for c in self.generations) and (self.metric is None or self.metric.passed)
+        return (
+            self.broken is None
+            and all(c.passed for c in self.generations)
+            and (self.metric is None or self.metric.passed)
+        )
 
     @property
     def speed(self) -> float | None:
@@ -91,7 +97,8 @@ class QuantizeReport:
 
     def problems(self) -> list[str]:
         """Why its quality is not enough, in sentences."""
-        found = [
+        found = [] if self.broken is None else [self.broken]
+        found += [
             f"{c.name}: {c.agreement:.1%} of {c.count} inputs agree, {c.needed:.0%} are needed"
             for c in self.generations
             if not c.passed

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tfm_export.bundle import Bundle, Manifest, write_text
-from tfm_export.errors import ParityError, RequestError
+from tfm_export.errors import NumericError, ParityError, RequestError
 from tfm_export.precision import PRECISIONS
 from tfm_export.quantize.calibration import observe, thresholds
-from tfm_export.quantize.evidence import Evidence, gather_evidence
+from tfm_export.quantize.evidence import Evidence, gather_evidence, padded_traces
 from tfm_export.quantize.fusion import check_fused, fused_operators
 from tfm_export.quantize.options import QuantizeOptions, check_precision, skipped_layers
 from tfm_export.quantize.report import MetricComparison, QuantizeReport
@@ -124,9 +124,10 @@ class _Work:
         if self.precision in BITS:
             return recipe
         values = layer_inputs(self.fp32) if self.precision in STATIC else None
-        observations = observe(
-            self.bundle, evidence.traces, values, threads=self.options.threads, progress=self.progress
-        )
+        # Padding is computed too, though nobody looks at it: an overflow there is an infinity times a weight of zero.
+        padded = [] if self.precision in STATIC else padded_traces(evidence.traces, self.bundle.manifest)
+        traces = [*evidence.traces, *padded]
+        observations = observe(self.bundle, traces, values, threads=self.options.threads, progress=self.progress)
         if self.precision in STATIC:
             return replace(recipe, thresholds=thresholds(observations, self.options.method or DEFAULT_METHOD))
         return replace(recipe, ranges={name: o.largest for name, o in observations.items()})
@@ -144,8 +145,8 @@ class _Work:
         while True:
             self.progress("writing the graphs")
             made = self._write(folder, recipe)
-            generations, metric = self._judge(folder, evidence)
-            report = self._report(made, recipe, first, costs, generations, metric, evidence)
+            report = self._report(made, recipe, first, costs, evidence)
+            report = self._judged(report, folder, evidence)
             if report.quality_passed:
                 break
             if self.precision in FLOAT_TYPES:
@@ -177,6 +178,14 @@ class _Work:
         for file in folder.iterdir():
             file.unlink()
         return write_variant(self.fp32, folder, recipe)
+
+    def _judged(self, report: QuantizeReport, folder: Path, evidence: Evidence) -> QuantizeReport:
+        """The report with what came of decoding with the variant; numbers that are not finite are bad quality."""
+        try:
+            generations, metric = self._judge(folder, evidence)
+        except NumericError as problem:
+            return replace(report, broken=str(problem))
+        return replace(report, generations=generations, metric=metric)
 
     def _judge(self, folder: Path, evidence: Evidence) -> tuple[list[GenerationComparison], MetricComparison | None]:
         """Decode with the variant what fp32 has decoded."""
@@ -240,8 +249,6 @@ class _Work:
         recipe: Recipe,
         first: Recipe,
         costs: dict[str, float],
-        generations: list[GenerationComparison],
-        metric: MetricComparison | None,
         evidence: Evidence,
     ) -> QuantizeReport:
         mended = {name: f"costs {costs[name]:.2g} nats a token" for name in recipe.skip - first.skip}
@@ -254,8 +261,8 @@ class _Work:
             quantized=made.quantized,
             kept={**made.kept, **mended},
             costs=costs,
-            generations=generations,
-            metric=metric,
+            generations=[],
+            metric=None,
             speeds=[],
             bytes=made.bytes,
             fp32_bytes=sum(file.stat().st_size for file in self.fp32.iterdir()),

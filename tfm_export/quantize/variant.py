@@ -123,9 +123,8 @@ def convert(model: ir.Model, name: str, recipe: Recipe) -> tuple[list[str], dict
             value.removeprefix(f"{name}/"): r for value, r in recipe.ranges.items() if value.startswith(f"{name}/")
         }
         kept = retype(model, FLOAT_TYPES[recipe.precision], ranges=ranges).kept
-        return [embedding, *(layer.name for layer in layers)], {
-            f"{name}/{value}": reason for value, reason in kept.items()
-        }
+        done = [layer.name for layer in layers if layer.node.outputs[0].dtype != ir.DataType.FLOAT]
+        return [embedding, *done], {f"{name}/{value}": reason for value, reason in kept.items()}
     if recipe.precision in BITS:
         done = quantize_weights(model, name, bits=BITS[recipe.precision], skip=skip)
     else:

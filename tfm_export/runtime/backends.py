@@ -69,9 +69,10 @@ class Candidate:
         else:
             require_onnxruntime()
             if not PRECISIONS[self.variant].runs_on_cpu:
+                others = [name for name in bundle.manifest.variants if PRECISIONS[name].runs_on_cpu]
                 raise BackendUnavailable(
                     f"ONNX Runtime's CPU provider cannot run {self.variant}",
-                    f"a GPU, or another variant: {', '.join(bundle.manifest.variants)}",
+                    f"a GPU, or another variant: {', '.join(others)}",
                 )
 
     def open(self, bundle: Bundle, *, threads: int | None = None) -> StepModel:
