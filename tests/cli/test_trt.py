@@ -20,6 +20,7 @@ from tfm_export.bundle import Bundle
 from tfm_export.cli import cli
 from tfm_export.cli import trt as trt_command
 from tfm_export.engines import read_engine
+from tfm_export.export import export_bundle
 from tfm_export.precision import PRECISIONS
 from tfm_export.trt import options as trt_options
 
@@ -83,6 +84,18 @@ def test_the_variant_is_made_first_where_it_is_missing(invoke: Invoke, tiny_bund
 
 @pytest.mark.usefixtures("rtx")
 @pytest.mark.parametrize("variant", ["fp16", "int8"])
+@pytest.mark.usefixtures("rtx")
+def test_a_bundle_without_real_inputs_gets_its_engine_and_is_told_what_was_not_judged(
+    invoke: Invoke, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """As the first page of the documents types it: onnx, then trt --fp16."""
+    export_bundle(tiny_checkpoint, tmp_path / "tfm_bundle", verify=False)
+    result = invoke("trt", "--fp16", *SMALL, "--capacity", "16", "--compute-capability", "86")
+    assert result.exit_code == 0, result.output
+    assert "NOT JUDGED: the golden inputs are random ids" in result.stderr
+    assert {"fp32", "fp16"} == set(Bundle.open("tfm_bundle").manifest.variants)
+
+
 def test_a_dry_run_says_what_would_be_built_and_changes_nothing(
     invoke: Invoke, tiny_bundle: Path, tmp_path: Path, variant: str
 ) -> None:

@@ -1,0 +1,54 @@
+"""The shipped model, whose weights are trained and large enough for their bytes to tell: engines of every precision."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.trt.conftest import build
+from tests.trt.variants import add_variant
+from tfm_export.bundle import Bundle
+from tfm_export.precision import PRECISIONS
+
+G2P = Path(__file__).parents[2] / "examples" / "g2p"
+WORDS = 40
+CLIPPED = {"int8", "fp8"}  # whose activations the tests clip anywhere: what they decode means nothing
+
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("rtx")]
+
+
+@pytest.fixture(scope="module")
+def g2p(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its bundle with a variant of every precision."""
+    from tfm_export.export import export_bundle
+
+    path = tmp_path_factory.mktemp("g2p") / "tfm_bundle"
+    words = (G2P / "words.txt").read_text(encoding="utf-8").split()[:WORDS]
+    bundle, _ = export_bundle(G2P / "g2p.pt", path, inputs=words, verify=False)
+    for name in PRECISIONS:
+        if name != "fp32":
+            add_variant(bundle, name)
+    return path
+
+
+@pytest.mark.parametrize("variant", PRECISIONS)
+def test_every_precision_is_proven_to_the_byte(g2p: Path, tmp_path: Path, variant: str) -> None:
+    bundle = Bundle.open(shutil.copytree(g2p, tmp_path / "b"))
+    sizes = {"max_beam_size": 4, "max_target_length": 64, "capacities": (64,)}
+    record = build(bundle, variant=variant, verify=variant not in CLIPPED, **sizes)
+    assert record.attention == ("decomposed" if variant == "fp32" else "fused")
+    for plan, proof in record.proofs.items():
+        # Measured: 25 to 142 kB more than 1.5 to 11.2 MB, whose half or double this could not be.
+        assert 0 < proof["stored_bytes"] - proof["weight_bytes"] < 200_000, plan
+    if variant not in CLIPPED:
+        assert min(record.agreement.values()) >= PRECISIONS[variant].agreement
+
+
+@pytest.mark.parametrize("target", ["7.5", "8.0", "8.6", "8.9", "12.0", "12.1"])
+def test_every_gpu(g2p: Path, tmp_path: Path, target: str) -> None:
+    bundle = Bundle.open(shutil.copytree(g2p, tmp_path / "b"))
+    record = build(bundle, variant="fp16", compute_capabilities=(target,), max_beam_size=8, max_target_length=64)
+    assert record.compute_capabilities == (target,)
+    assert record.capacities == (520,)
