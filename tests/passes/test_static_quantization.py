@@ -338,11 +338,11 @@ def test_a_trained_model_says_the_same_alone_and_in_company(g2p_bundle: Path, tm
     bundle = Bundle.open(g2p_bundle)
     tokenizer = load_tokenizer(bundle)
     assert tokenizer is not None
-    words = (ROOT / "examples/g2p/words.txt").read_text(encoding="utf-8").split()
+    words = (ROOT / "examples/g2p/words.txt").read_text(encoding="utf-8").split()[::2]
     sources = [tokenizer.encode_source(word) for word in words]
-    fp32 = decode(OnnxModel(bundle), bundle, sources, 50)
+    fp32 = decode(OnnxModel(bundle, threads=1), bundle, sources, 50)
     traces = [Trace(s, [bundle.manifest.special_ids.bos, *t]) for s, t in zip(sources, fp32, strict=True)]
-    observations = observe(bundle, traces)
+    observations = observe(bundle, traces, threads=1)
     found: dict[str, list[list[int]]] = {}
     for name, numbers, zero_point, method in (
         ("int8", "int8", 128, "percentile"),
@@ -355,11 +355,11 @@ def test_a_trained_model_says_the_same_alone_and_in_company(g2p_bundle: Path, tm
             tmp_path / name,
             lambda m, n, c=chosen, k=numbers, z=zero_point: quantize_static(m, n, c, numbers=k, zero_point=z),
         )
-        model = OnnxModel(bundle, variant=numbers, folder=folder)
+        model = OnnxModel(bundle, variant=numbers, folder=folder, threads=1)
         found[name] = decode(model, bundle, sources, 50)
-        alone = decode(model, bundle, sources[:60], 1)
-        assert alone == found[name][:60], f"{name}: alone and in company"
+        alone = decode(model, bundle, sources[:25], 1)
+        assert alone == found[name][:25], f"{name}: alone and in company"
     assert found["signed"] == found["int8"]
     same = {name: sum(a == b for a, b in zip(tokens, fp32, strict=True)) for name, tokens in found.items()}
-    assert same["int8"] >= 196  # measured: 199 of 200
-    assert same["fp8"] >= 194  # measured: 200 of 200
+    assert same["int8"] >= 97  # measured: 100 of 100
+    assert same["fp8"] >= 95  # measured: 98 of 100

@@ -238,8 +238,8 @@ def g2p(g2p_bundle: Path) -> tuple[Bundle, list[list[int]], dict[str, dict[str, 
     assert tokenizer is not None
     words = (ROOT / "examples/g2p/words.txt").read_text(encoding="utf-8").split()
     sources = [tokenizer.encode_source(word) for word in words]
-    traces = decode_traces(bundle, sources[::4], beam_size=1, max_length=30)
-    observations = observe(bundle, traces)
+    traces = decode_traces(bundle, sources[::4], beam_size=1, max_length=30, threads=1)
+    observations = observe(bundle, traces, threads=1)
     return bundle, sources, {method: thresholds(observations, method) for method in ("max", "percentile")}
 
 
@@ -264,7 +264,7 @@ def test_a_trained_model_says_the_same(g2p: G2P, variant: str, compute: Compute,
     tokens = []
     for name, convert in (("stored", store(variant, chosen)), ("derived", derive(variant, compute, chosen, twin=True))):
         folder = write_variant(bundle.variant_path("fp32"), tmp_path / name, convert)
-        model = OnnxModel(bundle, variant="int8", folder=folder)
+        model = OnnxModel(bundle, variant="int8", folder=folder, threads=1)
         results = generate(model, sources, options, bundle.manifest.special_ids)
         tokens.append([result.hypotheses[0].tokens for result in results])
     same = sum(a == b for a, b in zip(*tokens, strict=True))
