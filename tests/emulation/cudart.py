@@ -120,6 +120,7 @@ class Cudart:
         return 0, f"emulated {Error(error).name}".encode()
 
     def cudaGetLastError(self) -> tuple[Any, ...]:
+        self._machine.last_error = 0
         return (0,)
 
     # Memory.
@@ -329,6 +330,9 @@ def _locked(machine: Machine, name: str, function: Callable[..., Any]) -> Callab
     def call(*arguments: Any) -> Any:
         with machine.lock:
             error = machine.fault(name)
-            return function(*arguments) if error is None else error
+            result = function(*arguments) if error is None else error
+            if isinstance(result, tuple):
+                machine.last_error = int(result[0]) or machine.last_error
+            return result
 
     return call

@@ -30,6 +30,7 @@ class Machine:
 
     Attributes:
         calls: how often each function of CUDA was called.
+        last_error: of CUDA, until somebody asks for it.
         violations: every error there was, also those that were raised where nobody sees them.
         lock: whoever changes anything holds it.
     """
@@ -39,6 +40,7 @@ class Machine:
         self.calls: Counter[str] = Counter()
         self.violations: list[str] = []
         self.lock = threading.RLock()
+        self.last_error = 0  # that nobody has taken note of
         self._faults: dict[str, deque[Any]] = {}
         self._here = threading.local()
         self._next_address = 0x7000_0000_0000

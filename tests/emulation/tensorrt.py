@@ -307,6 +307,8 @@ class Context:
         with machine.lock:
             if machine.fault("execute_async_v3") is not None:
                 return self._refuse("emulated: it does not run")
+            if machine.last_error:
+                raise machine.error(f"TensorRT would take an earlier call's error {machine.last_error} for its own")
             stream = machine.thing(stream_handle, Stream)
             if stream.device != self._engine._device:
                 raise machine.error("an engine was run on another GPU than its own")

@@ -248,6 +248,16 @@ def rows_copied_over_themselves(patch: Patch) -> None:
     patch.setattr(TensorBlock, "copy_rows", doubled)
 
 
+def errors_that_nobody_takes_note_of(patch: Patch) -> None:
+    allocate = Gpu.allocate
+
+    def fail(self: Gpu, nbytes: int) -> DeviceBuffer:
+        self._cudart.cudaMalloc(1 << 60)
+        return allocate(self, nbytes)
+
+    patch.setattr(Gpu, "allocate", fail)
+
+
 def buffers_that_stay(patch: Patch) -> None:
     patch.setattr(Buffers, "close", nothing)
 
@@ -278,6 +288,7 @@ BROKEN: Sequence[tuple[Callable[[Patch], None], str]] = (
     (garbage_freed_while_capturing, "a thread that captures a graph may not free memory"),
     (rows_copied_from_the_wrong_place, WRONG),
     (rows_copied_over_themselves, "the two parts of a copy overlap"),
+    (errors_that_nobody_takes_note_of, "an earlier call's error 2"),
     (buffers_that_stay, "bytes of device memory"),
 )
 

@@ -189,6 +189,7 @@ def _value(cudart: Any, result: tuple[Any, ...]) -> Any:
 
 
 def _error(cudart: Any, error: Any) -> CudaError:
+    cudart.cudaGetLastError()  # or whoever asks next, such as TensorRT, takes it for its own
     _, name = cudart.cudaGetErrorName(error)
     _, text = cudart.cudaGetErrorString(error)
     code = name.decode()
@@ -250,7 +251,7 @@ class Gpu:
         self.activate()
         error, address = self._cudart.cudaMalloc(nbytes)
         if int(error) == int(self._cudart.cudaError_t.cudaErrorMemoryAllocation):
-            self._cudart.cudaGetLastError()  # it would be the next call's error, too
+            self._cudart.cudaGetLastError()  # see `_error`
             left = self.free_bytes()
             raise OutOfDeviceMemory(
                 f"{nbytes / 1e6:,.1f} MB more are needed, but {self.device.name} has {left / 1e6:,.1f} MB left",
