@@ -116,8 +116,8 @@ def test_a_padded_batch_gives_pytorchs_tokens_and_scores(exported: Exported, gen
     assert rows(ids, lengths) == tokens
     assert ids.shape == (len(LENGTHS), max(map(len, tokens)))
     assert all((row[length:] == PAD).all() for row, length in zip(ids, lengths, strict=True))
-    # Sums of 20 float32 log-probabilities; measured over all configurations: 2.1e-5.
-    np.testing.assert_allclose(scores, [h.score for h in hypotheses], atol=1e-4)
+    # Sums of 20 float32 log-probabilities; measured over all configurations: 1.7e-5.
+    np.testing.assert_allclose(scores, [h.score for h in hypotheses], atol=5e-5)
     assert (ids.dtype, lengths.dtype, scores.dtype) == (np.int64, np.int64, np.float32)
 
 
@@ -128,7 +128,7 @@ def test_a_row_is_the_same_alone_and_in_any_company(exported: Exported, generate
     for row, length in enumerate(LENGTHS):
         alone = generate(sources(exported)[row : row + 1, :length], [length])
         assert alone[0].tolist() == rows(ids, lengths)[row : row + 1]
-        np.testing.assert_allclose(alone[2], scores[row : row + 1], atol=1e-4)
+        np.testing.assert_allclose(alone[2], scores[row : row + 1], atol=5e-5)
 
 
 @pytest.mark.parametrize("max_length", [1, 2, 7])
@@ -137,13 +137,14 @@ def test_max_length_cuts_every_row(exported: Exported, generate: Generate, max_l
     hypotheses = [*expected(exported, max_length)]
     assert rows(ids, lengths) == [h.tokens + [EOS] * h.finished for h in hypotheses]
     assert ids.shape[1] == max(lengths) <= max_length
-    np.testing.assert_allclose(scores, [h.score for h in hypotheses], atol=1e-4)
+    np.testing.assert_allclose(scores, [h.score for h in hypotheses], atol=5e-5)
 
 
 def test_targets_reach_the_end_of_the_position_table_and_no_further(exported: Exported, generate: Generate) -> None:
     limit = exported.bundle.manifest.limits.max_target_length
     most = generate(sources(exported), LENGTHS, limit)
-    assert most[0].shape[1] == limit, "one of them does not end by itself"
+    if exported.model.config.target_vocabulary_size > 5:  # with five tokens, four of them special, all targets end
+        assert most[0].shape[1] == limit
     assert rows(*most[:2]) == [h.tokens + [EOS] * h.finished for h in expected(exported, limit)]
     for asked in (limit + 1, 2**62):
         for found, one in zip(generate(sources(exported), LENGTHS, asked), most, strict=True):
@@ -225,7 +226,7 @@ def test_the_weights_may_stay_in_their_file(exported: Exported, path: Path, tmp_
     beside, weights = tmp_path / "beside" / graph.GENERATE, tmp_path / "beside" / graph.WEIGHTS
     shutil.copy(exported.folder / graph.WEIGHTS, weights)
     write_graph(build(exported.folder, exported), beside, weights_inside=False)
-    assert beside.stat().st_size < 200_000
+    assert beside.stat().st_size < 100_000 + 4 * exported.model.config.target_vocabulary_size  # the bias was eased
     model = onnx.load(beside, load_external_data=False)
     (body,) = [a.g for node in model.graph.node for a in node.attribute if a.name == "body"]
     # ONNX Runtime's web build does not find weights files for a Loop's body.
