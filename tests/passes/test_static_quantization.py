@@ -117,10 +117,9 @@ def test_a_layer_multiplies_what_pytorch_rounds(
     product = activations @ rounded_columns(torch.from_numpy(weight.copy()).double(), scale, numbers, levels)
     expected = (product + torch.from_numpy(bias)).numpy()
     for optimise in (True, False):
-        # Measured: 2.4e-6 of what is added up; sums of integers are exact but for the last multiplication.
-        np.testing.assert_allclose(
-            run(model, x, optimise=optimise), expected, rtol=0, atol=1e-5 * np.abs(expected).max() + 1e-7
-        )
+        # Measured: 2.3e-7 of the largest; sums of integers are exact, what follows is float32.
+        found = run(model, x, optimise=optimise)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -236,9 +235,9 @@ def test_whole_graphs_compute_what_pytorch_rounds(exported: Exported, numbers: N
         difference = whole_target(model, SOURCE, TARGET) - whole_target(expected, SOURCE, TARGET)
         return float(np.abs(difference).mean())
 
-    # A number at the border of two steps may fall to either side in float32, and what follows it then differs by a
-    # step: measured over all configurations, up to 0.05 of what rounding changes at all, and mostly 1e-5 of it.
-    assert error(found) < 0.1 * error(plain)
+    # As a part of what rounding changes at all. Measured over all configurations: up to 3e-5. A number at the border of
+    # two steps may fall to either side in float32, though, and what follows it then differs by a step.
+    assert error(found) < 0.02 * error(plain)
 
 
 @pytest.mark.parametrize("zero_point", [128, 0])

@@ -264,11 +264,11 @@ def test_a_trained_model_says_the_same(g2p: G2P, variant: str, compute: Compute,
     tokens = []
     for name, convert in (("stored", store(variant, chosen)), ("derived", derive(variant, compute, chosen, twin=True))):
         folder = write_variant(bundle.variant_path("fp32"), tmp_path / name, convert)
-        model = OnnxModel(bundle, variant="int8", folder=folder, threads=1)
+        model = OnnxModel(bundle, variant="int8", folder=folder, threads=1, exact=variant in {"w8", "w4"})
         results = generate(model, sources, options, bundle.manifest.special_ids)
         tokens.append([result.hypotheses[0].tokens for result in results])
     same = sum(a == b for a, b in zip(*tokens, strict=True))
-    # Measured, of 200 words: int8 198 and 197, w8 200 and 200, w4 200 and 199, fp8 199 and 198 (fp16, bf16).
+    # Measured, of 200 words, in fp16 and bf16: int8 199 and 198, fp8 198 and 195, w8 200 and 200, w4 200 and 199.
     assert same >= {"fp16": 195, "bf16": 193}[compute]
 
 

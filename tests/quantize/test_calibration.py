@@ -117,14 +117,14 @@ def test_what_linear_layers_read_is_counted_without_padding(exported: Exported) 
     for layer in layers:
         magnitudes = expected[layer.name]
         observation = found[f"{layer.name.partition('/')[0]}/{layer.input.name}"]
-        # Measured: 1.2e-6 of the largest.
+        # Measured: 5e-7 of the largest.
         assert observation.largest == pytest.approx(magnitudes.max(), rel=1e-5)
         assert observation.histogram is not None
         counts, _ = np.histogram(magnitudes, BINS, (0, observation.histogram.limit))
         assert observation.histogram.counts.sum() == magnitudes.size
-        # Numbers at a border fall to either side in float32.
+        # Numbers at a border fall to either side in float32. Measured: 2 numbers.
         moved = np.abs(np.cumsum(observation.histogram.counts) - np.cumsum(counts)).max()
-        assert moved <= max(2, 0.01 * magnitudes.size)
+        assert moved <= max(5, 0.01 * magnitudes.size)
 
 
 def test_every_float_of_the_graphs_has_its_range(exported: Exported) -> None:
@@ -160,7 +160,7 @@ def test_order_repetition_and_batches_change_nothing(exported: Exported, monkeyp
     assert first.keys() == second.keys()
     for name, one in first.items():
         other = second[name]
-        # Other batches go through other kernels, which round differently; measured: 4e-7.
+        # Other batches may go through other kernels, which round differently. Measured: no difference.
         assert one.largest == pytest.approx(other.largest, rel=1e-5)
         assert (one.histogram is None) == (other.histogram is None)
         if one.histogram is not None and other.histogram is not None:
@@ -293,7 +293,7 @@ def test_entropy_clips_about_where_onnxruntime_does(name: str) -> None:
     x = samples()[name]
     found = thresholds({"x": observation(x)}, "entropy")["x"]
     expected = onnxruntime_threshold(x, "entropy", 1024)
-    # It has other bins, and its own results with 1,024 and 2,048 differ as much. Measured: 0.92, 0.83 and 1.
+    # It has other bins, and its own results with 1,024 and 2,048 differ as much. Measured: 0.87, 0.93 and 1.
     assert 0.75 < found / expected < 1.1
 
 
