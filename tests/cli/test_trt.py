@@ -83,8 +83,6 @@ def test_the_variant_is_made_first_where_it_is_missing(invoke: Invoke, tiny_bund
 
 
 @pytest.mark.usefixtures("rtx")
-@pytest.mark.parametrize("variant", ["fp16", "int8"])
-@pytest.mark.usefixtures("rtx")
 def test_a_bundle_without_real_inputs_gets_its_engine_and_is_told_what_was_not_judged(
     invoke: Invoke, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -96,6 +94,8 @@ def test_a_bundle_without_real_inputs_gets_its_engine_and_is_told_what_was_not_j
     assert {"fp32", "fp16"} == set(Bundle.open("tfm_bundle").manifest.variants)
 
 
+@pytest.mark.usefixtures("rtx")
+@pytest.mark.parametrize("variant", ["fp16", "int8"])
 def test_a_dry_run_says_what_would_be_built_and_changes_nothing(
     invoke: Invoke, tiny_bundle: Path, tmp_path: Path, variant: str
 ) -> None:

@@ -235,9 +235,12 @@ def _make_variant(bundle: Bundle, options: EngineOptions, progress: BuildProgres
     from tfm_export.quantize import QuantizeOptions, quantize_bundle
 
     progress.note(f"the bundle lacks the variant {options.variant}, so it is made first")
-    quantize_options = QuantizeOptions(target="tensorrt", threads=options.threads)
-    quantize_bundle(bundle, options.variant, quantize_options, progress=progress.begin)
+    # A bundle that was exported without inputs still gets its engine; what nobody could judge is said.
+    quantize_options = QuantizeOptions(target="tensorrt", unproven=True, threads=options.threads)
+    report = quantize_bundle(bundle, options.variant, quantize_options, progress=progress.begin)
     progress.end()
+    for note in report.notes:
+        progress.note(note)
 
 
 def _print_blueprint(blueprint: Blueprint, bundle: Bundle, *, as_json: bool) -> None:
