@@ -14,7 +14,7 @@ import pytest
 import tfm_export
 from tfm_export.runtime.backends import Backend, candidates
 from tfm_export.runtime.cuda_provider import OLDEST, VARIANTS
-from tfm_export.runtime.tensorrt_model import MOST_WORKERS
+from tfm_export.runtime.thread_workers import MOST_WORKERS
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")

@@ -15,13 +15,13 @@ from tests.emulation.scenario import run_scenario
 from tests.runtime.conftest import Backends
 from tests.runtime.drive import FLOOR
 from tfm_export.errors import NumericError
-from tfm_export.runtime import cuda, device_memory, step_buffers, tensorrt_worker
+from tfm_export.runtime import cuda, device_memory, device_worker, step_buffers
 from tfm_export.runtime.cuda import DeviceBuffer, Gpu, Stream
 from tfm_export.runtime.device_memory import BatchMemory, MemoryPool, TensorBlock
+from tfm_export.runtime.device_sentences import DeviceSentences
+from tfm_export.runtime.device_worker import Worker
 from tfm_export.runtime.step_buffers import Buffers, Layout, StepArrays
 from tfm_export.runtime.tensorrt_plans import Context, Plan
-from tfm_export.runtime.tensorrt_sentences import TensorRTSentences
-from tfm_export.runtime.tensorrt_worker import Worker
 
 Patch = pytest.MonkeyPatch
 
@@ -74,8 +74,8 @@ def inert_sources_without_a_token(patch: Patch) -> None:
         step_buffers.encoder_inputs(batch, source).array(inputs, "source_mask")[len(ids) :] = False
         return inputs, addresses
 
-    patch.setattr(tensorrt_worker, "encoder_arrays", blind)
-    patch.setattr(tensorrt_worker, "bucket", lambda count, largest, smallest=1: min(max(count + 1, smallest), largest))
+    patch.setattr(device_worker, "encoder_arrays", blind)
+    patch.setattr(device_worker, "bucket", lambda count, largest, smallest=1: min(max(count + 1, smallest), largest))
 
 
 def results_that_are_not_waited_for(patch: Patch) -> None:
@@ -142,8 +142,8 @@ def graphs_for_any_batch(patch: Patch) -> None:
 
 
 def shapes_that_no_profile_has(patch: Patch) -> None:
-    patch.setattr(tensorrt_worker.Engine, "max_source_length", 64)
-    patch.setattr(tensorrt_worker, "SHORTEST_SOURCE", 64)
+    patch.setattr(device_worker.Engine, "max_source_length", 64)
+    patch.setattr(device_worker, "SHORTEST_SOURCE", 64)
 
 
 def steps_in_the_wrong_profile(patch: Patch) -> None:
@@ -173,16 +173,16 @@ def streams_that_do_not_wait(patch: Patch) -> None:
 
 def streams_that_the_other_does_not_wait_for(patch: Patch) -> None:
     """The memory of joining rows is used again by their own worker while they are still copied."""
-    append = TensorRTSentences._append
+    append = DeviceSentences._append
 
-    def without_waiting(self: TensorRTSentences, other: TensorRTSentences) -> None:
+    def without_waiting(self: DeviceSentences, other: DeviceSentences) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(Stream, "synchronize", nothing)
             append(self, other)
         if other.worker is not self.worker:
             other.lease.memory.zero(other.worker.stream, 1)
 
-    patch.setattr(TensorRTSentences, "_append", without_waiting)
+    patch.setattr(DeviceSentences, "_append", without_waiting)
 
 
 def workspaces_that_streams_share(patch: Patch) -> None:

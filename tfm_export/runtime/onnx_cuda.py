@@ -36,13 +36,13 @@ from tfm_export.runtime.checks import check_encode
 from tfm_export.runtime.cuda import DeviceBuffer, Stream, when_not_capturing
 from tfm_export.runtime.cuda_provider import check_cuda_provider, load_cuda_session
 from tfm_export.runtime.device_memory import BatchMemory, Lease, RowShape, bucket
+from tfm_export.runtime.device_sentences import DeviceSentences
+from tfm_export.runtime.device_worker import CLOSED, Engine, Worker
 from tfm_export.runtime.onnx_runtime import OnnxModel
 from tfm_export.runtime.step_buffers import StepArrays
 from tfm_export.runtime.step_model import Ids, Mask
-from tfm_export.runtime.tensorrt_model import MOST_WORKERS, Workers
 from tfm_export.runtime.tensorrt_plans import Context, Plan, Profile
-from tfm_export.runtime.tensorrt_sentences import TensorRTSentences
-from tfm_export.runtime.tensorrt_worker import CLOSED, Engine, Worker
+from tfm_export.runtime.thread_workers import MOST_WORKERS, Workers
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession, IOBinding
@@ -90,8 +90,6 @@ class OnnxCudaModel:
             BundleError: the bundle has no such variant, or a graph does not load or is not of the expected form.
             RequestError: workers is less than 1.
         """
-        if workers < 1:
-            raise RequestError(f"workers must be at least 1, found {workers}")
         folder = bundle.variant_path(variant)
         check_cuda_provider(device, variant=variant)
         self._bundle, self._variant, self._threads = bundle, variant, threads
@@ -134,12 +132,12 @@ class OnnxCudaModel:
             float_type=kind,
         )
 
-    def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> TensorRTSentences:
+    def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> DeviceSentences:
         """Run the encoder on a padded batch and set up its caches; see `StepModel.encode`."""
         if not self._close.alive:
             raise RequestError(*CLOSED)
         check_encode(source_ids, source_mask, capacity, dimensions=self.dimensions, limits=self.limits)
-        return TensorRTSentences(self._workers.of_this_thread(), source_ids, source_mask, capacity)
+        return DeviceSentences(self._workers.of_this_thread(), source_ids, source_mask, capacity)
 
     def with_attention(self) -> OnnxModel:
         """The same variant with steps that give attention; much slower, for it runs on the CPU.
@@ -178,7 +176,7 @@ class _Graphs(Engine):
 class _Provider:
     """In the place of a TensorRT library."""
 
-    captures = False
+    capture_problem = "ONNX Runtime runs on a stream of its own"
 
 
 class _Graph(Plan):

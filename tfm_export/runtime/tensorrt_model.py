@@ -6,8 +6,6 @@ Shapes are rounded up to a few, the rows added being inert, so that a shape that
 
 from __future__ import annotations
 
-import logging
-import threading
 import weakref
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,13 +24,11 @@ from tfm_export.runtime import cuda
 from tfm_export.runtime.checks import check_encode
 from tfm_export.runtime.cuda import Gpu, when_not_capturing
 from tfm_export.runtime.device_memory import RowShape
+from tfm_export.runtime.device_sentences import DeviceSentences
+from tfm_export.runtime.device_worker import CLOSED, Engine
 from tfm_export.runtime.step_model import Ids, Mask
 from tfm_export.runtime.tensorrt_plans import Library, Plan, RuntimeCacheFile
-from tfm_export.runtime.tensorrt_sentences import TensorRTSentences
-from tfm_export.runtime.tensorrt_worker import CLOSED, Engine, Worker
-
-LOG = logging.getLogger(__name__)
-MOST_WORKERS = 4  # threads that run at the same time; more share them, for each has memory of its own
+from tfm_export.runtime.thread_workers import MOST_WORKERS, Workers
 
 
 def check_engine(bundle: Bundle, engine: str, device: int = 0) -> EngineRecord:
@@ -78,8 +74,6 @@ class TensorRTModel:
             BackendUnavailable: see `check_engine`; or TensorRT does not take a plan, or the GPU's memory is too small.
             RequestError: workers is less than 1.
         """
-        if workers < 1:
-            raise RequestError(f"workers must be at least 1, found {workers}")
         self.record, self.gives_attention = check_engine(bundle, engine, device), False
         try:
             loaded = _load(bundle, self.record, Library(self.record.flavor), cuda.open_gpu(device))
@@ -97,12 +91,12 @@ class TensorRTModel:
         """Why steps do not run as CUDA graphs captured here; None if they do."""
         return self._workers.capture_problem
 
-    def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> TensorRTSentences:
+    def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> DeviceSentences:
         """Run the encoder on a padded batch and set up its caches; see `StepModel.encode`."""
         if not self._close.alive:
             raise RequestError(*CLOSED)
         check_encode(source_ids, source_mask, capacity, dimensions=self.dimensions, limits=self.limits)
-        return TensorRTSentences(self._workers.of_this_thread(), source_ids, source_mask, capacity)
+        return DeviceSentences(self._workers.of_this_thread(), source_ids, source_mask, capacity)
 
     def close(self) -> None:
         """Free what is on the GPU; what batches still need goes with the last of them."""
@@ -118,7 +112,7 @@ def _load(bundle: Bundle, record: EngineRecord, library: Library, gpu: Gpu) -> E
 
         def load(name: str, inputs: list[TensorSpec], outputs: list[TensorSpec], capacity: int | None = None) -> Plan:
             path = folder / record.plans[name]
-            cache = None if library.captures else RuntimeCacheFile(path, gpu.device, library.version)
+            cache = RuntimeCacheFile(path, gpu.device, library.version) if library.compiles else None
             plan = Plan(library, path, inputs, outputs, capacity=capacity, cache=cache)
             undo.callback(plan.close)
             return plan
@@ -142,97 +136,3 @@ def _load(bundle: Bundle, record: EngineRecord, library: Library, gpu: Gpu) -> E
         )
         undo.pop_all()
     return engine
-
-
-class Workers:
-    """The workers of an engine: each thread has one, which it shares when there are more threads than workers."""
-
-    def __init__(self, engine: Engine, most: int, *, kind: type[Worker] = Worker) -> None:
-        """Make the first, so that what cannot work fails now.
-
-        Args:
-            engine: what they run.
-            most: workers.
-            kind: of worker.
-
-        Raises:
-            OutOfDeviceMemory: the GPU has not enough memory.
-            BackendUnavailable: TensorRT cannot run the engine.
-        """
-        self._engine, self._most, self._kind = engine, most, kind
-        self._lock, self._closing = threading.Lock(), False
-        self._here = threading.local()
-        self._seats: dict[Worker, weakref.WeakSet[_Seat]] = {}
-        try:
-            self._add()
-        except BaseException:
-            engine.close()
-            raise
-        self._save_caches()
-
-    @property
-    def capture_problem(self) -> str | None:
-        """See `Worker.capture_problem`."""
-        return next((worker.capture_problem for worker in [*self._seats] if worker.capture_problem), None)
-
-    def of_this_thread(self) -> Worker:
-        """The worker of the calling thread.
-
-        Raises:
-            RequestError: the model was closed meanwhile.
-        """
-        seat: _Seat | None = getattr(self._here, "seat", None)
-        if seat is None:
-            with self._lock:
-                seat = _Seat(self._least_used())
-                self._seats[seat.worker].add(seat)
-            self._here.seat = seat  # until the thread ends
-        return seat.worker
-
-    def _least_used(self) -> Worker:
-        used = {worker: len(seats) for worker, seats in [*self._seats.items()]}
-        if not used:
-            raise RequestError(*CLOSED)
-        worker = min(used, key=lambda worker: used[worker])
-        if not used[worker] or len(used) >= self._most:
-            return worker
-        try:
-            return self._add()
-        except cuda.OutOfDeviceMemory as problem:
-            LOG.info("%d threads share the GPU, for there is no memory for more: %s", len(used), str(problem))
-            self._most = len(used)
-            return worker
-
-    def _add(self) -> Worker:
-        worker = self._kind(self._engine, reclaim=self._reclaim, closed=self._closed)
-        self._seats[worker] = weakref.WeakSet()
-        return worker
-
-    def _reclaim(self, asking: Worker) -> None:
-        """Let the other workers free what they do not use."""
-        for worker in [*self._seats]:
-            if worker is not asking:
-                worker.free_idle()
-
-    def _save_caches(self) -> None:
-        for plan in self._engine.plans:
-            plan.save_cache()
-
-    def close(self) -> None:
-        """Close every worker, and the engine with the last of them; waits for nobody."""
-        self._closing = True
-        self._save_caches()
-        for worker in [*self._seats]:
-            worker.close()
-
-    def _closed(self, worker: Worker) -> None:
-        self._seats.pop(worker, None)
-        if not self._seats:
-            self._engine.close()
-
-
-class _Seat:
-    """A thread's place at a worker."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker

@@ -51,9 +51,14 @@ class Library:
         self._log = _log(self.module)
 
     @property
-    def captures(self) -> bool:
-        """Whether whole steps are to be captured as CUDA graphs; RTX does it by itself, once its kernels are ready."""
-        return self.flavor != "rtx"
+    def compiles(self) -> bool:
+        """Whether kernels are compiled when a plan is loaded, and later for new shapes."""
+        return self.flavor == "rtx"
+
+    @property
+    def capture_problem(self) -> str | None:
+        """Why steps are not to be captured as CUDA graphs; None where they are."""
+        return "TensorRT-RTX does so by itself, once its kernels are ready" if self.compiles else None
 
     def failure(self, what: str) -> BackendUnavailable:
         """The error to raise when a call of TensorRT did not do its work; with what it logged."""
@@ -209,7 +214,7 @@ class Plan:
         trt = self.library.module
         config, cache = self._engine.create_runtime_config(), None
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-        if self.library.flavor == "rtx":
+        if self.library.compiles:
             config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
             cache = config.create_runtime_cache()
             if self._cache_file is not None:

@@ -122,7 +122,7 @@ class Worker:
             BackendUnavailable: TensorRT cannot make a context.
         """
         self.engine = engine
-        self.capture_problem: str | None = None if engine.encoder.library.captures else "TensorRT-RTX does it by itself"
+        self.capture_problem: str | None = engine.encoder.library.capture_problem
         self._lock, self._busy = threading.RLock(), 0
         self._closing, self._closed, self._tell_closed = False, False, closed
         self._uses: Counter[tuple[int, int, int]] = Counter()

@@ -14,11 +14,11 @@ from tfm_export.errors import RequestError
 from tfm_export.graph import Dimensions, cross_names, self_cache_names
 from tfm_export.runtime.checks import check_finite, check_step_arrays, step_problems
 from tfm_export.runtime.device_memory import bucket
+from tfm_export.runtime.device_worker import Worker
 from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepOutput
-from tfm_export.runtime.tensorrt_worker import Worker
 
 
-class TensorRTSentences:
+class DeviceSentences:
     """A batch of sentences whose caches lie on the device; see `Sentences`.
 
     The caches have the slots of a plan, which are as many as `capacity` or more: those beyond are never seen. Only
@@ -150,7 +150,7 @@ class TensorRTSentences:
 
     def append(self, other: Sentences) -> None:
         """Copy the rows of freshly encoded sentences of the same model behind this batch's rows."""
-        if not isinstance(other, TensorRTSentences) or other.worker.engine is not self.worker.engine:
+        if not isinstance(other, DeviceSentences) or other.worker.engine is not self.worker.engine:
             raise RequestError("sentences can only join a batch of the same model")
         if other.written > self._capacity:
             raise RequestError(f"the joining rows have written more slots than the {self._capacity} of this batch")
@@ -160,7 +160,7 @@ class TensorRTSentences:
                 held.enter_context(worker.working())
             self._append(other)
 
-    def _append(self, other: TensorRTSentences) -> None:
+    def _append(self, other: DeviceSentences) -> None:
         first, last = self.size, self.size + other.size
         source = max(self.source_mask.shape[1], other.source_mask.shape[1])
         self._change_memory(max(last, self.lease.memory.rows), max(source, self.lease.memory.source), self._capacity)
