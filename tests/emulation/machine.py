@@ -30,7 +30,6 @@ class Machine:
 
     Attributes:
         calls: how often each function of CUDA was called.
-        last_error: of CUDA, until somebody asks for it.
         violations: every error there was, also those that were raised where nobody sees them.
         lock: whoever changes anything holds it.
     """
@@ -40,7 +39,6 @@ class Machine:
         self.calls: Counter[str] = Counter()
         self.violations: list[str] = []
         self.lock = threading.RLock()
-        self.last_error = 0  # that nobody has taken note of
         self._faults: dict[str, deque[Any]] = {}
         self._here = threading.local()
         self._next_address = 0x7000_0000_0000
@@ -83,6 +81,15 @@ class Machine:
     @current.setter
     def current(self, device: int) -> None:
         self._here.device = device
+
+    @property
+    def last_error(self) -> int:
+        """The error of a call of the calling thread's, until it asks for it."""
+        return getattr(self._here, "last_error", 0)
+
+    @last_error.setter
+    def last_error(self, error: int) -> None:
+        self._here.last_error = error
 
     @property
     def capture(self) -> Stream | None:
