@@ -54,7 +54,7 @@ def precision_options(command: Any) -> Any:
 @click.option(
     "--method",
     type=click.Choice(METHODS),
-    help="int8, fp8: where activations are clipped.  [default: percentile]",
+    help="int8, fp8: where activations are clipped.  [default: percentile for int8, max for fp8]",
 )
 @click.option(
     "--dev",

@@ -34,7 +34,8 @@ from tfm_export.verify import GenerationComparison, compare_generations, cpu_mod
 
 Progress = Callable[[str], None]
 
-DEFAULT_METHOD = "percentile"
+# By what the example loses: floats of 8 bits have range to spare, and lose by clipping.
+DEFAULT_METHODS = {"int8": "percentile", "fp8": "max"}
 LARGEST_SHARE_KEPT = 0.5  # a variant with more layers in fp32 than that is not worth its name
 
 
@@ -129,7 +130,9 @@ class _Work:
         traces = [*evidence.traces, *padded]
         observations = observe(self.bundle, traces, values, threads=self.options.threads, progress=self.progress)
         if self.precision in STATIC:
-            return replace(recipe, thresholds=thresholds(observations, self.options.method or DEFAULT_METHOD))
+            return replace(
+                recipe, thresholds=thresholds(observations, self.options.method or DEFAULT_METHODS[self.precision])
+            )
         return replace(recipe, ranges={name: o.largest for name, o in observations.items()})
 
     def _reduced_range(self) -> bool:
@@ -255,7 +258,7 @@ class _Work:
         return QuantizeReport(
             precision=self.precision,
             target=self.target,
-            method=(self.options.method or DEFAULT_METHOD) if self.precision in STATIC else None,
+            method=(self.options.method or DEFAULT_METHODS[self.precision]) if self.precision in STATIC else None,
             calibrated_on=0 if self.precision in BITS else len(evidence.traces),
             layers=len(self.layers),
             quantized=made.quantized,
