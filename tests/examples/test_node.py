@@ -7,10 +7,9 @@ import shutil
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
+from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests.examples.conftest import Example
 from tests.examples.javascript import ROOT, needs_node, needs_packages
@@ -95,17 +94,7 @@ const encode = ({ split, lowercase, unk, text }) => {
 };
 console.log(JSON.stringify(cases.map(encode)));
 """.replace("GENERATOR", str(ROOT / "examples/web/generator.mjs"))
-ALPHABET = st.one_of(
-    st.sampled_from("abcdéABCDÉ'ßİΣσ \t\n\x1c\x85\xa0\u2028\u3000\ufeff<>s/"), st.characters(codec="utf-8")
-)
-CASE = st.fixed_dictionaries(
-    {
-        "split": st.sampled_from(["characters", "words"]),
-        "lowercase": st.booleans(),
-        "unk": st.sampled_from([None, 3]),
-        "text": st.text(ALPHABET, max_size=12),
-    }
-)
+LETTERS = [*"abcdéABCDÉ'ßİΣσ \t\n\x1c\x85\xa0\u2028\u3000\ufeff<>s/", "ab", "cd", " ab ", "<s>", "é", "\U0001f600"]
 
 
 def python_ids(split: str, lowercase: bool, unk: int | None, text: str) -> list[int] | str:
@@ -117,13 +106,27 @@ def python_ids(split: str, lowercase: bool, unk: int | None, text: str) -> list[
         return "TextError"
 
 
-@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.large_base_example])
-@given(cases=st.lists(CASE, min_size=200, max_size=200))
-def test_the_vocabulary_reads_texts_as_python_does(cases: list[dict]) -> None:
+def test_the_vocabulary_reads_texts_as_python_does() -> None:
+    random = Random(0)
+    cases = [
+        {
+            "split": random.choice(["characters", "words"]),
+            "lowercase": random.random() < 0.5,
+            "unk": random.choice([None, 3]),
+            "text": "".join(random.choices(LETTERS[: random.choice([5, len(LETTERS)])], k=random.randrange(8))),
+        }
+        for _ in range(3000)
+    ]
     side = {"tokens": TOKENS, "split": "words", "lowercase": False}
     special = asdict(SpecialIds(pad=0, bos=1, eos=2, source_ends_with_eos=True))
     task = {"cases": cases, "state": {"kind": "vocabulary", "source": side, "target": side}, "special": special}
     command = ["node", "--input-type=module", "--eval", ENCODE]
     done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [python_ids(**case) for case in cases]
+    expected = [python_ids(**case) for case in cases]
+    assert 1000 < sum(isinstance(ids, list) for ids in expected) < 2900, "texts that can be read, and others"
+    assert [
+        (case, ids, found)
+        for case, ids, found in zip(cases, expected, json.loads(done.stdout), strict=True)
+        if ids != found
+    ] == []

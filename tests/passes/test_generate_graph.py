@@ -210,6 +210,8 @@ def test_nothing_is_there_twice_or_for_nothing(exported: Exported, path: Path) -
     assert len(names) == len(set(names)), "a name within the Loop must not hide one outside it"
     used = {name for g in (model.graph, body) for node in g.node for name in node.input}
     assert {t.name for g in (model.graph, body) for t in g.initializer} <= used
+    used |= {value.name for g in (model.graph, body) for value in g.output}
+    assert [node.name for g in (model.graph, body) for node in g.node if not used & set(node.output)] == []
     large = [t for g in (model.graph, body) for t in g.initializer if t.ByteSize() > 1024]
     assert len({t.raw_data for t in large}) == len(large)
     weights = (exported.folder / graph.WEIGHTS).stat().st_size
