@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
@@ -16,10 +17,12 @@ import pytest
 import tfm_export
 from tfm_export import generate_graph as stage
 from tfm_export.bundle import Bundle
+from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.errors import BundleError, ParityError, RequestError
 from tfm_export.generate_graph import add_generate_graph
 from tfm_export.passes.generate_graph import build_generate_graph
-from tfm_export.verify import verify_variant
+from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.verify import read_golden, verify_variant
 
 FILE = "onnx/fp32/generate.onnx"
 
@@ -129,6 +132,38 @@ def test_a_wrong_graph_is_found_and_leaves_the_bundle_as_it_was(
     with pytest.raises(ParityError, match=r"generate\.onnx, alone: input 0 .* diverges at token"):
         add_generate_graph(bundle, threads=1)
     assert tree(bundle.path) == before
+
+
+@pytest.fixture
+def rounded(bundle: Bundle) -> Bundle:
+    """The bundle with a variant w8 whose generations are not PyTorch's."""
+    folder = bundle.path / "onnx/w8"
+    shutil.copytree(bundle.path / "onnx/fp32", folder)
+    step = onnx.load(folder / "decoder_step.onnx", load_external_data=False)
+    (bias,) = [tensor for tensor in step.graph.initializer if tensor.name == "projection.bias"]
+    bias.CopyFrom(onnx.numpy_helper.from_array(np.roll(onnx.numpy_helper.to_array(bias), 5), bias.name))
+    onnx.save(step, folder / "decoder_step.onnx")
+    bundle.manifest = replace(bundle.manifest, variants={**bundle.manifest.variants, "w8": {}})
+    bundle.add_files({f"onnx/w8/{file.name}": "a test's" for file in folder.iterdir()})
+    bundle.save()
+    return bundle
+
+
+def test_a_precision_that_rounds_is_held_to_its_own_graphs(rounded: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    special = rounded.manifest.special_ids
+    golden = read_golden(rounded, "golden.jsonl")
+    options = DecodeOptions(max_decoding_length=30, return_end_token=True)
+    model = OnnxModel(rounded, variant="w8", threads=1)
+    own = generate(model, [g.source_ids for g in golden], options, special)
+    assert [r.hypotheses[0].tokens for r in own] != [g.tokens for g in golden]
+    report = add_generate_graph(rounded, "w8", threads=1)
+    assert report is not None
+    assert report.generations[0].name == "generate.onnx as decoder_step.onnx, alone"
+    assert {(c.identical, c.count, c.needed) for c in report.generations} == {(5, 5, 0.8)}
+
+    monkeypatch.setattr(stage, "build_generate_graph", ends_early)
+    with pytest.raises(ParityError, match=r"generate\.onnx as decoder_step\.onnx, alone: .* agree, 80% are needed"):
+        add_generate_graph(rounded, "w8", threads=1, force=True)
 
 
 def test_a_file_of_another_form_is_told(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,10 +29,10 @@ def add_generate_graph(
     force: bool = False,
     progress: Progress = lambda _: None,
 ) -> ParityReport | None:
-    """Write generate.onnx beside the two graphs it is made of, once it gives for the golden inputs what PyTorch gave.
+    """Write generate.onnx beside the two graphs it is made of, once it gives what it should for the golden inputs.
 
-    A file of up to 100 MB holds its weights; a larger one refers to the variant's weights.bin. What was measured is
-    also written to reports/generate_<variant>.json.
+    See `verify.compare_generate_graph`. A file of up to 100 MB holds its weights; a larger one refers to the variant's
+    weights.bin. What was measured is also written to reports/generate_<variant>.json.
 
     Args:
         bundle: an open bundle; its manifest is the new one afterwards.
@@ -47,7 +47,7 @@ def add_generate_graph(
 
     Raises:
         BundleError: the bundle has no such variant, has the file already, lacks golden inputs or cannot be written to.
-        ParityError: the graph does not give what the variant may give; the bundle is as it was.
+        ParityError: the graph does not give what it should; the bundle is as it was.
         RequestError: the variant cannot be verified on a CPU.
     """
     name = f"onnx/{variant}/{graph.GENERATE}"

@@ -9,7 +9,7 @@ import click
 from tfm_export.bundle import Bundle
 from tfm_export.cli.options import bundle_argument, force_option, json_option, threads_option
 from tfm_export.cli.progress import Stopwatch
-from tfm_export.cli.reports import print_verdict, size_text
+from tfm_export.cli.reports import print_generations, size_text
 from tfm_export.extras import require, require_onnxruntime
 from tfm_export.graph import GENERATE
 from tfm_export.staging import check_file
@@ -32,7 +32,8 @@ def command(bundle: Path, variant: str, force: bool, threads: int | None, as_jso
     Example:
       tfm-export generate-graph tfm_bundle --variant w8
 
-    Ends with exit code 3, and writes nothing, if the graph does not give what PyTorch gives.
+    Ends with exit code 3, and writes nothing, if the graph does not give what PyTorch gives, or for a smaller precision
+    what that variant's own two graphs give.
     """
     opened = Bundle.open(bundle)
     variant = opened.fastest_variant() if variant == "auto" else variant
@@ -53,4 +54,4 @@ def command(bundle: Path, variant: str, force: bool, threads: int | None, as_jso
         return
     entry = opened.manifest.files[name]
     click.echo(f"{bundle / name}: {entry.purpose}, {size_text(entry.bytes)}")
-    print_verdict(report)
+    print_generations(report.generations, "synthetic inputs" if report.synthetic else "real inputs")

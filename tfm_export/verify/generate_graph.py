@@ -1,21 +1,27 @@
-"""Whether generate.onnx gives what PyTorch gave for the golden inputs."""
+"""Whether generate.onnx gives what it should for the golden inputs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tfm_export.bundle import GOLDEN, Bundle
-from tfm_export.decoding import Hypothesis
-from tfm_export.graph import GENERATE, generate_inputs, generate_outputs
+from tfm_export.decoding import DecodeOptions, Hypothesis, generate
+from tfm_export.graph import DECODER_STEP, GENERATE, generate_inputs, generate_outputs
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime.onnx_runtime import load_session
+from tfm_export.runtime.onnx_runtime import OnnxModel, load_session
 from tfm_export.runtime.threads import threads_to_use
-from tfm_export.verify.golden import compare_search, read_golden
+from tfm_export.verify.golden import Golden, compare_search, read_golden
 from tfm_export.verify.report import GenerationComparison
+
+# Sums in another order round otherwise, and an activation that is rounded to 8 bits may then be another. Of 200 words
+# of the g2p model that changed none in w8, int8 and fp16, and one in w4. Of a few inputs, one may differ.
+LEAST_AS_OWN = 0.97
 
 
 class GenerateModel:
@@ -84,6 +90,9 @@ def compare_generate_graph(
 ) -> list[GenerationComparison]:
     """Decode the golden inputs with generate.onnx one by one, in batches and in padded batches.
 
+    fp32 is held to PyTorch's tokens. A precision that rounds was judged when it was made: it is held to what its own
+    two graphs give, which says more of this one.
+
     Args:
         bundle: an open bundle.
         variant: the precision.
@@ -92,13 +101,35 @@ def compare_generate_graph(
         progress: told what begins.
 
     Raises:
-        BundleError: the bundle has no golden inputs, or the graph does not load or is not of the expected form.
+        BundleError: the bundle has no golden inputs, or a graph does not load or is not of the expected form.
+        RequestError: threads is less than 1 or more than can be started.
     """
-    facts = bundle.manifest.golden
+    facts, precision, name = bundle.manifest.golden, PRECISIONS[variant], GENERATE
     model = GenerateModel(path or bundle.variant_path(variant) / GENERATE, bundle, threads=threads)
+    golden = read_golden(bundle, GOLDEN)
+    if precision.agreement < 1:
+        progress(f"decoding golden inputs with {DECODER_STEP}")
+        golden = _own_golden(bundle, variant, golden, threads)
+        precision = replace(precision, agreement=max(min(LEAST_AS_OWN, 1 - 1 / len(golden)), 0.5))
+        name = f"{GENERATE} as {DECODER_STEP}"
 
     def decode(sources: Sequence[Sequence[int]], batch: int, columns: int) -> list[Hypothesis]:
         return model.decode(sources, batch, columns, max_length=facts["max_length"])
 
-    golden = read_golden(bundle, GOLDEN)
-    return compare_search(GENERATE, golden, decode, facts, PRECISIONS[variant], progress)
+    return compare_search(name, golden, decode, facts, precision, progress)
+
+
+def _own_golden(bundle: Bundle, variant: str, golden: Sequence[Golden], threads: int | None) -> list[Golden]:
+    """Golden inputs whose truth is what a variant's encoder.onnx and decoder_step.onnx give."""
+    options = DecodeOptions(
+        max_decoding_length=bundle.manifest.golden["max_length"], return_end_token=True, max_batch_size=1
+    )
+    model = OnnxModel(bundle, variant=variant, threads=threads)
+    try:
+        results = generate(model, [g.source_ids for g in golden], options, bundle.manifest.special_ids)
+    finally:
+        model.close()
+    found = [result.hypotheses[0].tokens for result in results]
+    return [
+        replace(g, tokens=tokens, margins=[math.inf] * len(tokens)) for g, tokens in zip(golden, found, strict=True)
+    ]
