@@ -70,14 +70,19 @@ def bundle(tiny_variants: Path, tmp_path: Path) -> Bundle:
     return Bundle.open(shutil.copytree(tiny_variants, tmp_path / "tfm_bundle"))
 
 
+_engines: list[Path] = []  # for the fixture below in every folder that uses it: a build takes seconds
+
+
 @pytest.fixture(scope="session")
 def engine_bundle(rtx: Flavor, tiny_variants: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundle of every variant with an engine of fp16, verified. Do not change it: copy it."""
     assert rtx.name == "rtx"
-    path = shutil.copytree(tiny_variants, tmp_path_factory.mktemp("engine") / "tfm_bundle")
-    sizes = {"max_batch_size": 4, "max_source_length": 12, "max_beam_size": 3}
-    build(Bundle.open(path), variant="fp16", capacities=(16,), verify=True, **sizes)
-    return path
+    if not _engines:
+        path = shutil.copytree(tiny_variants, tmp_path_factory.mktemp("engine") / "tfm_bundle")
+        sizes = {"max_batch_size": 4, "max_source_length": 12, "max_beam_size": 3}
+        build(Bundle.open(path), variant="fp16", capacities=(16,), verify=True, **sizes)
+        _engines.append(path)
+    return _engines[0]
 
 
 def build(bundle: Bundle, told: Told | None = None, *, force: bool = False, **options: Any) -> EngineRecord:
