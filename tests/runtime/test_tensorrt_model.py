@@ -7,7 +7,9 @@ import re
 import shutil
 import sys
 import threading
+import time
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -651,3 +653,33 @@ def test_an_engine_of_one_plan_and_one_row(bundle: Bundle, backends: Backends, m
     assert [r.hypotheses[0].tokens for r in found] == [r.hypotheses[0].tokens for r in expected]
     model.close()
     assert machine.leaks() == []
+
+
+def test_a_model_may_be_closed_while_threads_use_it_and_memory_is_short(
+    backends: Backends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_memory, "IDLE_SHARE", 0)
+    with emulated_gpu(Machine(memory_bytes=1_500_000)) as machine:
+        model = TensorRTModel(backends.with_engine, "emulated", workers=3)
+    special, ends = backends.bundle.manifest.special_ids, Counter[str]()
+
+    def work(seed: int) -> None:
+        rng = RNG(seed)
+        while not ends["closed"]:
+            sources = [rng.integers(4, 29, rng.integers(1, 20)).tolist() for _ in range(rng.integers(1, 9))]
+            options = DecodeOptions(beam_size=int(rng.choice([1, 3])), max_decoding_length=int(rng.integers(3, 12)))
+            try:
+                generate(model, sources, options, special)
+                ends["done"] += 1
+            except RequestError as problem:
+                ends["closed" if "closed" in str(problem) else "no memory"] += 1
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    while ends["done"] < 20 or not ends["no memory"]:
+        time.sleep(0.01)
+    model.close()
+    for thread in threads:
+        thread.join()
+    assert machine.leaks() == machine.violations == []
