@@ -104,8 +104,9 @@ def _weight_problems(config: TransformerConfig, weights: Any) -> list[str]:
         return ["its weights are not a dictionary of tensors"]
     if config.encoder_layers + config.decoder_layers > len(weights):
         return [f"its configuration has more layers than the file has tensors ({len(weights)})"]
-    if config.max_length > MOST_POSITIONS:
-        return [f"max_length {config.max_length} is more than {MOST_POSITIONS}"]
+    for name in ("max_length", "longest_target"):
+        if getattr(config, name) > MOST_POSITIONS:
+            return [f"{name} {getattr(config, name)} is more than {MOST_POSITIONS}"]
     try:
         with torch.device("meta"):
             expected = {name: tuple(w.shape) for name, w in Transformer(config).state_dict().items()}
@@ -143,9 +144,9 @@ def _id_problems(checkpoint: Checkpoint) -> list[str]:
         problems += [f"{name} id {value} is outside the {s} vocabulary" for s in sides if not 0 <= value < sizes[s]]
     if (checkpoint.source_vocabulary is None) != (checkpoint.target_vocabulary is None):
         problems.append("it has a vocabulary for one side only")
-    if not 1 <= checkpoint.generation.max_length <= config.max_length:
+    if not 1 <= checkpoint.generation.max_length <= config.max_target_length:
         problems.append(
-            f"generation max_length {checkpoint.generation.max_length} is not in 1..{config.max_length}, "
+            f"generation max_length {checkpoint.generation.max_length} is not in 1..{config.max_target_length}, "
             "the length of the position table"
         )
     try:

@@ -88,16 +88,20 @@ def export_bundle(
 
 
 def _limits(source: SourceModel, max_source_length: int | None, max_target_length: int | None) -> Limits:
-    table = source.model.config.max_length
-    asked = {"max source length": max_source_length, "max target length": max_target_length}
+    config = source.model.config
+    longest = {"source": config.max_length, "target": config.max_target_length}
+    asked = {"source": max_source_length, "target": max_target_length}
     problems = [
-        f"{name} must be from 1 to {table}, the length of the position table; found {value}"
-        for name, value in asked.items()
-        if value is not None and not 1 <= value <= table
+        f"max {side} length must be from 1 to {longest[side]}, the longest that the model takes; found {value}"
+        for side, value in asked.items()
+        if value is not None and not 1 <= value <= longest[side]
     ]
     if problems:
         raise ExportError(problems)
-    return Limits(max_source_length=max_source_length or table, max_target_length=max_target_length or table)
+    return Limits(
+        max_source_length=max_source_length or longest["source"],
+        max_target_length=max_target_length or longest["target"],
+    )
 
 
 def _layer(source: SourceModel, layer: int | None) -> int | None:
