@@ -44,6 +44,7 @@ LIBRARIES = {
     "tensorrt_rtx": {"trt", "runtime"},
     "polygraphy": {"trt"},
     "cuda": {"trt", "runtime"},
+    "safetensors": {"checkpoints"},
     "click": {"cli"},
     "matplotlib": {"cli"},
     "numpy": set(RANKS) - {"errors", "extras", "graph", "precision", "bundle", "staging", "engines"},

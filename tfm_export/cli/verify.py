@@ -39,7 +39,8 @@ def command(bundle: Path, checkpoint: Path | None, threads: int | None, as_json:
         require("torch", extra="export")
         from tfm_export.checkpoints import read_checkpoint
 
-        reference = read_checkpoint(checkpoint).model
+        # What its file does not say is what was said when it was exported.
+        reference = read_checkpoint(checkpoint, opened.manifest.model.get("settings")).model
     from tfm_export.verify import reports_json, verify_variant, write_reports
 
     with Stopwatch() as stopwatch:

@@ -72,7 +72,8 @@ class VocabularyTokenizer:
         """The ids of a source text, with the end token where the model wants it; see `Tokenizer.encode_source`."""
         if not (ids := self._encode(text, self._source, self._source_ids)):
             raise RequestError("the text is empty")
-        return [*ids, self._special.eos] if self._special.source_ends_with_eos else ids
+        special = self._special
+        return [*[special.bos] * special.source_starts_with_bos, *ids, *[special.eos] * special.source_ends_with_eos]
 
     def split_source(self, text: str) -> list[str]:
         """The tokens of a source text as they stand in it; see `Tokenizer.split_source`."""
