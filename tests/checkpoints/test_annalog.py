@@ -75,7 +75,7 @@ class Theirs(nn.Module):
         return memory
 
     def decode(self, target_ids: Tensor, memory: Tensor, source_mask: Tensor) -> Tensor:
-        """[B, T] -> logits [B, T, V]. No mask for padding: these targets have none, and random ones may look like it."""
+        """[B, T] -> logits [B, T, V]. No mask for padding: targets here have none."""
         mask = torch.ones(1, 1, target_ids.size(1), target_ids.size(1)).tril()
         logits: Tensor = self.model.decoder(target_ids, memory, mask, source_mask[:, None, None])[0]
         return logits
