@@ -255,9 +255,9 @@ def test_compressed_archives_are_refused(tmp_path: Path, model: nn.Module) -> No
     import zipfile
 
     torch.save({**model.state_dict(), "zeros": torch.zeros(10**6)}, tmp_path / "model.pt")
-    with zipfile.ZipFile(tmp_path / "model.pt") as source:
-        with zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as target:
-            for entry in source.namelist():
-                target.writestr(entry, source.read(entry))
+    unpacked, packed = tmp_path / "model.pt", tmp_path / "packed.pt"
+    with zipfile.ZipFile(unpacked) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        for entry in source.namelist():
+            target.writestr(entry, source.read(entry))
     with pytest.raises(CheckpointError, match=r"packed\.pt is a compressed archive"):
         read_checkpoint(tmp_path / "packed.pt")

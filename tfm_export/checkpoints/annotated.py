@@ -68,7 +68,8 @@ def _place(found: Draft) -> None:
     place_tables(
         found,
         embeddings={"source": "src_embed.0.lut.weight", "target": "tgt_embed.0.lut.weight"},
-        projection="generator.proj",
+        projection="generator.proj.weight",
+        bias="generator.proj.bias",
         positions={"source": "src_embed.1.pe", "target": "tgt_embed.1.pe"},
     )
     for stack, attentions in (

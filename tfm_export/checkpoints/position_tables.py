@@ -13,34 +13,43 @@ from tfm_export.checkpoints.draft import Draft
 DEFAULT_LENGTH = 512
 
 
-def place_tables(found: Draft, *, embeddings: Mapping[str, str], projection: str, positions: Mapping[str, str]) -> None:
+def place_tables(
+    found: Draft,
+    *,
+    embeddings: Mapping[str, str],
+    projection: str,
+    bias: str,
+    positions: Mapping[str, str] | None,
+) -> None:
     """Put embeddings, projection and tables of positions in their places, tied as the draft says.
 
     Args:
         found: knows share_embeddings and tie_projection; gets to know positions and the longest sequences.
         embeddings: the file's name of each side's embedding.
-        projection: the file's name of the projection, without ".weight".
-        positions: the file's name of each side's table of positions.
+        projection: the file's name of the projection's weight.
+        bias: the file's name of the projection's bias, [V] or [1, V]; zero where the file has none.
+        positions: the file's name of each side's table of positions; None where the caller places them.
     """
-    keys = found.keys
-    places = {embeddings["source"]: ["source_embedding.weight"]}
-    places.setdefault(embeddings["target"], []).append("target_embedding.weight")
+    keys, target = found.keys, embeddings["target"]
+    places = {target: ["target_embedding.weight"]}
     if found.value("share_embeddings"):
-        first = places[embeddings["source"]]
-        first += [name for name in ("source_embedding.weight", "target_embedding.weight") if name not in first]
-        if embeddings["target"] != embeddings["source"]:
+        target = embeddings["source"]
+        places = {target: ["source_embedding.weight", "target_embedding.weight"]}
+        if embeddings["target"] != target:
             keys.ignore([embeddings["target"]], "the same as the source embedding")
-            del places[embeddings["target"]]
-    target = next(key for key, names in places.items() if "target_embedding.weight" in names)
-    if found.value("tie_projection"):
-        places[target].append("projection.weight")
-        keys.ignore([f"{projection}.weight"], "the same as the target embedding")
     else:
-        keys.put("projection.weight", f"{projection}.weight")
-    keys.bias("projection.bias", f"{projection}.bias")
+        places[embeddings["source"]] = ["source_embedding.weight"]
+    if not found.value("tie_projection"):
+        places[projection] = ["projection.weight"]
+    else:
+        places[target].append("projection.weight")
+        if projection not in embeddings.values():
+            keys.ignore([projection], "the same as the target embedding")
     for key, names in places.items():
         keys.put(names, key)
-    place_positions(found, positions)
+    keys.bias("projection.bias", bias, Tensor.flatten)
+    if positions is not None:
+        place_positions(found, positions)
 
 
 def place_positions(found: Draft, names: Mapping[str, str]) -> None:

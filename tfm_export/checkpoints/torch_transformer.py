@@ -113,7 +113,8 @@ def _place_rest(found: Draft) -> None:
     place_tables(
         found,
         embeddings={side: roles[f"{side}_embedding"] for side in ("source", "target")},
-        projection=roles["projection"].removesuffix(".weight"),
+        projection=roles["projection"],
+        bias=_bias_of(roles["projection"]),
         positions={s: name for s in ("source", "target") if (name := roles.get(f"{s}_positions"))},
     )
 
