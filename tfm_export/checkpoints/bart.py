@@ -81,7 +81,7 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
     place_tables(found, embeddings=embeddings, projection=projection, bias="final_logits_bias", positions=None)
     _place_positions(found, contents.config, family, names)
     for stack in ("encoder", "decoder"):
-        _place_stack(found, stack, family)
+        place_stack(found, stack)
     found.keys.ignore(["encoder.version", "decoder.version"], "numbers of a format")
     return found
 
@@ -185,7 +185,8 @@ def _computed(found: Draft, config: Mapping[str, Any], family: Family, length: i
     return by_half_of_tensor2tensor(first + length, width)[first:]
 
 
-def _place_stack(found: Draft, stack: str, family: Family) -> None:
+def place_stack(found: Draft, stack: str) -> None:
+    """Put the layers and norms of a stack in their places; the draft knows norm_first and embedding_norm."""
     keys = found.keys
     attentions = {"self_attention": "self_attn"}
     if stack == "decoder":
@@ -199,8 +200,8 @@ def _place_stack(found: Draft, stack: str, family: Family) -> None:
         for part in "12":
             keys.linear(f"{ours}.feed_forward.W_{part}", f"{theirs}.fc{part}")
         keys.norm(f"{ours}.feed_forward_residual.norm", f"{theirs}.final_layer_norm")
-    if family.norm_first:
+    if found.value("norm_first"):
         keys.norm(f"{stack}_norm", f"{stack}.layer_norm")
-    if family.embedding_norm:
+    if found.value("embedding_norm"):
         side = "source" if stack == "encoder" else "target"
         keys.norm(f"{side}_positions.norm", f"{stack}.layernorm_embedding")

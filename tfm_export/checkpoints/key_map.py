@@ -110,8 +110,8 @@ class KeyMap:
 
     def fitting_problems(self, config: TransformerConfig) -> list[str]:
         """Everything that keeps the weights from being those of a configuration, without allocating any of it."""
-        if problem := _oversized(config, len(self.tensors)):
-            return [problem]
+        if oversized := _oversized(config, len(self.tensors)):
+            return [oversized]
         try:
             with torch.device("meta"):
                 expected = {name: tuple(w.shape) for name, w in Transformer(config).state_dict().items()}
@@ -125,8 +125,8 @@ class KeyMap:
         problems += _cut([f"unexpected: {key} {list(self.tensors[key].shape)}" for key in self.unused()])
         checked: set[int] = set()
         for name, weight in self.placed.items():
-            if name in expected and weight.numel() and (problem := _problem_of(weight, expected[name], checked)):
-                problems.append(f"{name}: {problem}")
+            if name in expected and weight.numel() and (wrong := _problem_of(weight, expected[name], checked)):
+                problems.append(f"{name}: {wrong}")
         return problems
 
     def _fills(self, name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tfm_export.checkpoints import annotated, huggingface, torch_transformer, tutorial
+from tfm_export.checkpoints import annotated, fairseq, huggingface, marian, opennmt, torch_transformer, tutorial
 from tfm_export.checkpoints.draft import Draft
 from tfm_export.checkpoints.files import Contents
 from tfm_export.checkpoints.wrapping import Weights, find_weights
@@ -15,9 +15,17 @@ MOST_SHOWN = 40  # plain values beside the weights
 MOST_CHARACTERS = 60
 # Each drafts a model from contents of its layout, and gives None for others. The more particular ones come first.
 Reader = Callable[[Contents, Weights, Mapping[str, Any]], Draft | None]
-READERS: tuple[Reader, ...] = (huggingface.draft, tutorial.draft, annotated.draft, torch_transformer.draft)
+READERS: tuple[Reader, ...] = (
+    huggingface.draft,
+    fairseq.draft,
+    opennmt.draft,
+    marian.draft,
+    tutorial.draft,
+    annotated.draft,
+    torch_transformer.draft,
+)
 KNOWN = (
-    "folders of Hugging Face with config.json, reference_model.save_checkpoint's, "
+    "folders of Hugging Face with config.json, fairseq's, OpenNMT-py's, Marian's, reference_model.save_checkpoint's, "
     "torch.nn.Transformer's state dict, the tutorial Transformer's (fc_q, fc_k, "
     "fc_v, fc_o), the annotated Transformer's (linears.0)"
 )

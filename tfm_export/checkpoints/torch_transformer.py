@@ -115,7 +115,7 @@ def _place_rest(found: Draft) -> None:
         embeddings={side: roles[f"{side}_embedding"] for side in ("source", "target")},
         projection=roles["projection"],
         bias=_bias_of(roles["projection"]),
-        positions={s: name for s in ("source", "target") if (name := roles.get(f"{s}_positions"))},
+        positions={side: roles[f"{side}_positions"] for side in ("source", "target") if f"{side}_positions" in roles},
     )
 
 

@@ -108,6 +108,7 @@ def _sections(manifest: Manifest) -> dict[str, dict[str, Any]]:
             "longest target": f"{generation.max_length} tokens",
             "beam size": generation.beam_size,
             "length penalty": generation.length_penalty,
+            **_flat(generation.options),
         },
         "engine": {name: _facts(facts) for name, facts in manifest.engines.items()},
         "golden inputs": _flat(manifest.golden),
