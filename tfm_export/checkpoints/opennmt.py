@@ -105,11 +105,8 @@ def _tell(found: Draft, options: Mapping[str, Any]) -> None:
 def _vocabulary(found: Draft, vocabulary: Any, options: Mapping[str, Any]) -> None:
     """The special ids, and the tokens as a tokenizer of words: texts come split into the model's own pieces."""
     found.know("source_ends_with_eos", False, "the layout")
-    sides = {
-        side: vocabulary.get(name) if isinstance(vocabulary, dict) else None
-        for side, name in (("source", "src"), ("target", "tgt"))
-    }
-    if not all(isinstance(tokens, list) and all(isinstance(t, str) for t in tokens) for tokens in sides.values()):
+    sides = _tokens(vocabulary)
+    if sides is None:
         for name in ("pad", "bos", "eos"):
             found.ask(name, "the file has no vocabularies in the form of OpenNMT-py 3")
         return
@@ -127,6 +124,15 @@ def _vocabulary(found: Draft, vocabulary: Any, options: Mapping[str, Any]) -> No
         found.tokenizer = vocabulary_files(
             {side: {"tokens": tokens, "split": "words", "lowercase": False} for side, tokens in sides.items()}
         )
+
+
+def _tokens(vocabulary: Any) -> dict[str, list[str]] | None:
+    """The tokens of each side, if the vocabularies are lists of strings."""
+    sides = {"source": "src", "target": "tgt"}
+    found = {side: vocabulary.get(name) if isinstance(vocabulary, dict) else None for side, name in sides.items()}
+    lists = {side: tokens for side, tokens in found.items() if isinstance(tokens, list)}
+    whole = len(lists) == len(sides) and all(isinstance(token, str) for tokens in lists.values() for token in tokens)
+    return lists if whole else None
 
 
 def _place(found: Draft) -> None:

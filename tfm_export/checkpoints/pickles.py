@@ -75,7 +75,7 @@ class Nothing(StandIn):
 class NumpyType(StandIn):
     """numpy.dtype: its code, such as "f8"."""
 
-    def __new__(cls, code: str = "", *_arguments: Any) -> Self:
+    def __new__(cls, code: Any = "", *_arguments: Any) -> Self:
         """A type of this code."""
         made = object.__new__(cls)
         made.code = code if isinstance(code, str) else ""
