@@ -14,13 +14,14 @@ from tfm_export.bundle import GenerationDefaults, SpecialIds
 from tfm_export.checkpoints.key_map import KeyMap, refuse
 from tfm_export.checkpoints.settings import SETTINGS, how_to_say
 from tfm_export.checkpoints.source_model import SourceModel
-from tfm_export.checkpoints.vocabularies import given_vocabulary
+from tfm_export.checkpoints.vocabularies import folder_tokenizer, given_vocabulary
 from tfm_export.decoding import DecodeOptions
 from tfm_export.errors import RequestError
 
 CONFIG_FIELDS = tuple(f.name for f in fields(TransformerConfig))
 GIVEN = "as given"
 SPECIAL_IDS = ("pad", "bos", "eos", "unk", "source_starts_with_bos", "source_ends_with_eos")
+DECODING = ("beam_size", "length_penalty")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Draft:
         notes: what was stripped, cast, ignored or assumed.
         options: decoding options that the model is meant to be used with, fields of `DecodeOptions`.
         tokenizer: the files of the bundle's tokenizer folder.
+        dictionary: the form of the format's dictionaries: "fairseq", "marian" or "lines".
+        files: those of a folder, by name.
         training: what the checkpoint says about its making.
     """
 
@@ -60,6 +63,8 @@ class Draft:
     options: dict[str, Any] = field(default_factory=dict)
     tokenizer: dict[str, bytes] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
+    dictionary: str = "lines"
+    files: Mapping[str, Path] = field(default_factory=dict)
 
     def infer(self, name: str, value: Any, origin: str) -> Any:
         """A fact that the weights themselves tell: a setting that says otherwise is a problem."""
@@ -114,6 +119,9 @@ class Draft:
     def all_problems(self) -> list[str]:
         """Everything that does not fit, weights included, as far as can be told while something is missing."""
         self.keys.ignore_matching(self.settings.get("ignore", ()), "as the settings say")
+        for name in (*SPECIAL_IDS, *DECODING):
+            if name in self.settings and name not in self.facts:
+                self._given(name)
         if self.missing:
             return [*self.problems, *self.keys.problems]
         config = self.config()
@@ -156,12 +164,16 @@ class Draft:
             raise refuse(self.path, problems, "docs/checkpoints.md tells what is supported, and how to say more")
         longest = config.max_target_length
         special, generation = self._special_ids(), self._generation(longest)
+        tokenizer = given_vocabulary(self.path, self.settings, config, self.dictionary) or self.tokenizer
+        if self.files and not tokenizer:
+            tokenizer, said = folder_tokenizer(self.files, config)
+            self.notes += said
         return SourceModel(
             path=self.path,
             model=self.keys.build(config),
             special_ids=special,
             generation=generation,
-            tokenizer=self.tokenizer or given_vocabulary(self.path, self.settings, config),
+            tokenizer=tokenizer,
             settings=dict(self.settings),
             training=self.training,
             notes=[*self.notes, *self.keys.notes()],
@@ -172,8 +184,7 @@ class Draft:
         return SpecialIds(**{"source_ends_with_eos": False, **values})
 
     def _generation(self, longest: int) -> GenerationDefaults:
-        values = {name: self.facts[name].value for name in ("beam_size", "length_penalty") if name in self.facts}
-        values |= {name: self.settings[name] for name in ("beam_size", "length_penalty") if name in self.settings}
+        values = {name: self.facts[name].value for name in DECODING if name in self.facts}
         try:
             DecodeOptions(**values, **self.options)
         except RequestError as error:

@@ -45,7 +45,7 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
     if prefix is None or not (arguments or any(f"{prefix}{mark}" in weights.tensors for mark in MARKS)):
         return None
     tensors, notes = without_prefix(weights.tensors, prefix)
-    found = Draft(contents.path, FORMAT, KeyMap(tensors), settings, notes=notes)
+    found = Draft(contents.path, FORMAT, KeyMap(tensors), settings, notes=notes, dictionary="fairseq")
     found.problems += [
         f"{name} is {arguments[name]!r}, which is not supported"
         for name, plain in UNSUPPORTED.items()

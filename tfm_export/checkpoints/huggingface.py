@@ -7,7 +7,7 @@ from typing import Any
 
 from tfm_export.checkpoints import bart, t5
 from tfm_export.checkpoints.draft import Draft
-from tfm_export.checkpoints.files import Contents
+from tfm_export.checkpoints.files import Contents, read_json
 from tfm_export.checkpoints.wrapping import Weights
 from tfm_export.errors import CheckpointError
 
@@ -60,6 +60,7 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
             "load the weights into a reference_model.Transformer and save that with reference_model.save_checkpoint",
         )
     found = FAMILIES[family](contents, weights, settings)
+    found.files = contents.files
     _special_ids(found, contents)
     _generation(found, contents)
     return found
@@ -76,7 +77,23 @@ def _special_ids(found: Draft, contents: Contents) -> None:
             found.ask(name, f"{CONFIG} and {GENERATION} have no {theirs}")
         else:
             found.know(name, value, origin)
+    unknown = _unknown_id(contents)
+    if unknown is not None:
+        found.know("unk", unknown, "its tokenizer")
     found.know("source_ends_with_eos", True, "the tokenizers of this family")
+
+
+def _unknown_id(contents: Contents) -> int | None:
+    """The id of the unknown token, as the tokenizer's file has it."""
+    if "tokenizer.json" in contents.files:
+        model = read_json(contents.files["tokenizer.json"]).get("model")
+        if not isinstance(model, dict):
+            return None
+        vocabulary, token = model.get("vocab"), model.get("unk_token")
+        found = vocabulary.get(token) if isinstance(vocabulary, dict) else model.get("unk_id")
+    else:
+        found = read_json(contents.files["vocab.json"]).get("<unk>") if "vocab.json" in contents.files else None
+    return found if isinstance(found, int) else None
 
 
 def _setting(contents: Contents, name: str) -> tuple[Any, str]:

@@ -38,7 +38,7 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
     """What such a file tells; None if it is another one."""
     if SIGNATURE not in weights.tensors:
         return None
-    found = Draft(contents.path, FORMAT, KeyMap(weights.tensors), settings)
+    found = Draft(contents.path, FORMAT, KeyMap(weights.tensors), settings, dictionary="marian")
     config = _configuration(weights.tensors.get(CONFIG))
     found.keys.ignore([CONFIG], "its configuration")
     found.problems += [

@@ -13,7 +13,14 @@ from reference_model.config import ACTIVATIONS, NORMS, POSITIONS
 from tfm_export.checkpoints.files import read_json
 from tfm_export.errors import CheckpointError
 
-CHOICES = {"activation": ACTIVATIONS, "positions": POSITIONS, "norm": NORMS}
+CHOICES = {
+    "activation": ACTIVATIONS,
+    "positions": POSITIONS,
+    "norm": NORMS,
+    "dictionary_format": ("fairseq", "marian", "lines"),
+    "source_split": ("characters", "words"),
+    "target_split": ("characters", "words"),
+}
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((int,), "an integer"),
     "float": ((int, float), "a number"),
@@ -70,6 +77,13 @@ OTHERS = {
     "length_penalty": Setting("float", "the exponent by which length divides a score, by default"),
     "source_tokens": Setting("list", "the source's tokens in the order of their ids"),
     "target_tokens": Setting("list", "the target's tokens in the order of their ids"),
+    "source_dictionary": Setting("str", "a file with the source's tokens in the order of their ids"),
+    "target_dictionary": Setting("str", "a file with the target's tokens in the order of their ids"),
+    "dictionary_format": Setting("str", "the form of those files: fairseq, marian or lines"),
+    "source_subwords": Setting(
+        "str", "the file of the source's subword model: SentencePiece's, or subword-nmt's codes"
+    ),
+    "target_subwords": Setting("str", "the file of the target's subword model"),
     "source_split": Setting("str", "what tokens of sources are: characters or words"),
     "target_split": Setting("str", "what tokens of targets are: characters or words"),
     "lowercase": Setting("bool", "whether texts are put in lower case"),
