@@ -103,7 +103,7 @@ def test_texts_through_a_model_with_dictionaries(
     with load(bundle.path) as model:
         assert model.tokenizer is not None
         assert model.tokenizer.encode_source("a j z") == [4, 13, 3, 2]
-        assert model.generate("a b c").tokens == model.generate_ids([4, 5, 6, 2]).hypotheses[0].tokens
+        assert model.generate("a b c").tokens == model.generate_ids([[4, 5, 6, 2]])[0].hypotheses[0].tokens
 
 
 @pytest.mark.parametrize(

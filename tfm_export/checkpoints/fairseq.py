@@ -24,6 +24,10 @@ ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu_tanh", "ge
 PAD = 1
 LONGEST = 1024  # fairseq's default
 MARKS = ("encoder.version", "encoder.embed_positions._float_tensor", "decoder.embed_positions._float_tensor")
+# Of fairseq 0.12, for PyTorch's fast path: what lies in a file may be older than the weights themselves.
+COPIES = tuple(
+    f"encoder.layers.*.{part}_{kind}" for part in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")
+)
 # What would make it another model, each with the value at which it does not.
 UNSUPPORTED = {
     "no_token_positional_embeddings": False,
@@ -63,6 +67,7 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
     for stack in ("encoder", "decoder"):
         place_stack(found, stack)
     found.keys.ignore([*MARKS, "decoder.version"], "marks of a format")
+    found.keys.ignore_matching(COPIES, "copies that fairseq makes anew when it loads a file")
     return found
 
 
