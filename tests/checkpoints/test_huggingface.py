@@ -167,7 +167,10 @@ def theirs_and_ours(model: Any, source: SourceModel, **options: Any) -> tuple[li
     return theirs, [result.hypotheses[0].tokens for result in results]
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = ("bart", "marian", "m2m_100", "mt5")  # every kind of positions and of norms once
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in MODELS])
 def test_generations_are_theirs_token_for_token(saved: Callable[[str], tuple[Any, Path]], name: str) -> None:
     model, folder = saved(name)
     theirs, ours = theirs_and_ours(model, read_checkpoint(folder))
