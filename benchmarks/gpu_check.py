@@ -137,11 +137,8 @@ def benchmark(folder: Path, clock: Clock, say: Callable[[str], None]) -> dict[st
         not, and why.
     """
     say("preparing the base model")
-    prepare(folder, say)
-    say("making the variant fp16")
-    options = ("--for", "tensorrt", "--min-agreement", "0")
-    problem = run_command("quantize", folder / BUNDLE, "--fp16", *options)
-    skipped = {"the variant fp16": problem} if problem else {}
+    prepare(folder, say, variants=("fp16",))
+    skipped: dict[str, str] = {}
     engines: dict[str, float] = {}
     for flavor in FLAVORS:
         for variant in ("fp32", "fp16"):

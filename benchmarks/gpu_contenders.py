@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class Skipped(Exception):
 class TfmExport:
     """tfm_export on one of its backends."""
 
-    def __init__(self, folder: Path, device: str, *, variant: str, flavor: str | None = None) -> None:
+    def __init__(self, folder: Path, device: str, *, variant: str, flavor: str | None) -> None:
         import tfm_export
         from tfm_export.bundle import Bundle
         from tfm_export.runtime.backends import Candidate
@@ -125,28 +126,18 @@ def load_torch(folder: Path, device: str, dtype: str) -> tuple[Any, Any]:
 
 CONTENDERS: dict[str, Callable[[Path, str], Contender]] = {
     **{
-        f"tfm-export, {flavor}, {variant}": lambda folder, device, flavor=flavor, variant=variant: TfmExport(
-            folder, device, variant=variant, flavor=flavor
-        )
+        f"tfm-export, {flavor}, {variant}": partial(TfmExport, variant=variant, flavor=flavor)
         for flavor in ("tensorrt", "rtx")
         for variant in ("fp32", "fp16")
     },
     **{
-        f"tfm-export, ONNX Runtime, {variant}": lambda folder, device, variant=variant: TfmExport(
-            folder, device, variant=variant
-        )
+        f"tfm-export, ONNX Runtime, {variant}": partial(TfmExport, variant=variant, flavor=None)
         for variant in ("fp32", "fp16")
     },
-    **{
-        f"torch eager, {dtype}": lambda folder, device, dtype=dtype: TorchEager(folder, device, dtype=dtype)
-        for dtype in ("float32", "float16")
-    },
-    "torch compiled, float16": lambda f, d: TorchStatic(f, d, dtype="float16", mode="compiled"),
-    "torch CUDA graph, float16": lambda f, d: TorchStatic(f, d, dtype="float16", mode="graph"),
-    **{
-        f"CTranslate2, {kind}": lambda folder, device, kind=kind: CTranslate2(folder, device, compute_type=kind)
-        for kind in ("float32", "float16")
-    },
+    **{f"torch eager, {dtype}": partial(TorchEager, dtype=dtype) for dtype in ("float32", "float16")},
+    "torch compiled, float16": partial(TorchStatic, dtype="float16", mode="compiled"),
+    "torch CUDA graph, float16": partial(TorchStatic, dtype="float16", mode="graph"),
+    **{f"CTranslate2, {kind}": partial(CTranslate2, compute_type=kind) for kind in ("float32", "float16")},
 }
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.contenders import BUNDLE, CHECKPOINT, CTRANSLATE2, SOURCE_LENGTH, SOURCES, VARIANTS
 from tfm_export.bundle import Bundle, Manifest
@@ -23,10 +24,16 @@ VOCABULARY = 32_000
 SEED = 0
 LARGEST_BATCH = 32
 NO_END = -1e4
+FLOATS = {"fp16", "bf16"}  # what is made of every value's range
 
 
 def prepare(
-    folder: Path, progress: Callable[[str], None], *, preset: str = "base", vocabulary: int = VOCABULARY
+    folder: Path,
+    progress: Callable[[str], None],
+    *,
+    preset: str = "base",
+    vocabulary: int = VOCABULARY,
+    variants: Sequence[str] = VARIANTS,
 ) -> None:
     """Fill a folder with the checkpoint, the bundle, the CTranslate2 model (where that is installed) and the sources.
 
@@ -66,28 +73,34 @@ def prepare(
     generator = torch.Generator().manual_seed(SEED)
     sources = torch.randint(special.eos + 1, vocabulary, (LARGEST_BATCH, SOURCE_LENGTH), generator=generator)
     (folder / SOURCES).write_text(json.dumps(sources.tolist()))
-    add_variants(bundle, sources.tolist()[:4], progress)
+    add_variants(bundle, variants, sources.tolist()[:4], progress)
 
 
-def add_variants(bundle: Bundle, sources: list[list[int]], progress: Callable[[str], None]) -> None:
-    """Make the 8-bit and 4-bit variants, past the gates: random weights have no quality that could be judged.
+def add_variants(
+    bundle: Bundle, names: Sequence[str], sources: list[list[int]], progress: Callable[[str], None]
+) -> None:
+    """Make variants past the gates: random weights have no quality that could be judged.
 
     Args:
         bundle: of random weights.
+        names: precisions; those of floats and others apart.
         sources: ids to calibrate on.
         progress: told what begins.
     """
     fp32 = bundle.variant_path("fp32")
-    observations = observe(bundle, decode_traces(bundle, sources, beam_size=1, max_length=8), layer_inputs(fp32))
-    clipped = thresholds(observations, "percentile")
-    for name in VARIANTS:
+    values = None if FLOATS & {*names} else layer_inputs(fp32)
+    observations = observe(bundle, decode_traces(bundle, sources, beam_size=1, max_length=8), values)
+    numbers: dict[str, Any] = {"ranges": {value: observed.largest for value, observed in observations.items()}}
+    if not FLOATS & {*names}:
+        numbers["thresholds"] = thresholds(observations, "percentile")
+    for name in names:
         progress(f"making {name}")
 
         def record(manifest: Manifest, name: str = name) -> Manifest:
             return replace(manifest, variants={**manifest.variants, name: {"weights": name, "compute": name}})
 
         with new_part(bundle, f"onnx/{name}", force=True, forget=lambda manifest: manifest) as part:
-            write_variant(fp32, part.path, Recipe(precision=name, thresholds=clipped))
+            write_variant(fp32, part.path, Recipe(precision=name, **numbers))
             part.purposes |= {file: PURPOSES[file] for file in PURPOSES if (part.path / file).is_file()}
             part.record = record
 

@@ -66,7 +66,7 @@ def tensorrt(bundle: Bundle, folder: Path) -> Iterator[StepModel]:
     yield model
     model.close()
     assert machine.leaks() == machine.violations == []
-    assert machine.calls["cudaGraphLaunch"] > 100
+    assert machine.calls["cudaGraphLaunch"]
 
 
 @contextmanager

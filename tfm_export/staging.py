@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from tfm_export.bundle import MANIFEST, Bundle, FileEntry, Manifest
 from tfm_export.errors import BundleError
 
+fcntl: Any
 try:
     import fcntl
 except ImportError:  # Windows: leftovers of killed processes stay, and two writers must not meet
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None
 
 
 def check_target(path: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:

@@ -90,7 +90,8 @@ class Batcher:
         self._closing = False
         self._give_up = threading.Event()
         self.counts = Counts()
-        self._threads = [threading.Thread(target=self._work, name=f"batcher-{i}") for i in range(workers)]
+        # Daemons: should the program fail before it closes this, it must end, and not wait for ever.
+        self._threads = [threading.Thread(target=self._work, name=f"batcher-{i}", daemon=True) for i in range(workers)]
         for thread in self._threads:
             thread.start()
 

@@ -48,7 +48,7 @@ def run_scenario(bundle: Bundle, exact: StepModel, machine: Machine) -> float:
 
 
 def _small_batch(model: StepModel, exact: StepModel) -> float:
-    batch = Batch(model, exact, SOURCES[:2], capacity=9)
+    batch = Batch(model, exact, SOURCES[:3], capacity=20)
     return max(batch.step(), batch.step(queries=2))
 
 

@@ -17,6 +17,7 @@ import pytest
 from tests.conftest import gpu_problem
 from tests.emulation import EmulationError, Machine, emulated_gpu
 from tests.emulation.cudart import Cudart, Error, cudart_module
+from tests.runtime.device_checks import check_boxes, check_copies, check_graphs
 from tfm_export.errors import BackendUnavailable
 from tfm_export.runtime import cuda
 from tfm_export.runtime.cuda import Box, CudaError, Device, Gpu, OutOfDeviceMemory, Stream
@@ -92,47 +93,23 @@ def test_the_release_of_the_driver(tmp_path: Path, text: str | None, release: st
 
 
 def test_numbers_go_there_and_back(machine: Machine, gpu: Gpu, stream: Stream) -> None:
-    numbers = np.random.default_rng(0).integers(0, 255, 1000, np.uint8)
-    there, back = gpu.allocate_host(1000), gpu.allocate_host(1000)
-    there[:] = numbers
-    buffer = gpu.allocate(1000)
-    assert buffer.address % 256 == 0
-    stream.to_device(buffer.address, there)
-    stream.zero(buffer.address + 100, 50)
-    stream.to_host(back, buffer.address)
-    assert not (back == numbers).all(), "nothing is there before it was waited for"
-    stream.synchronize()
-    numbers[100:150] = 0
-    np.testing.assert_array_equal(back, numbers)
-    buffer.close()
-    buffer.close()  # a second time is nothing
-    del there, back
+    check_copies(gpu, stream)
     assert machine.leaks() == ["a Stream"]
 
 
+def test_nothing_is_there_before_it_was_waited_for(gpu: Gpu, stream: Stream) -> None:
+    there, back, buffer = gpu.allocate_host(4), gpu.allocate_host(4), gpu.allocate(4)
+    there[:], back[:] = 7, 7
+    stream.to_device(buffer.address, there)
+    stream.to_host(back, buffer.address)
+    assert back.tolist() == [255] * 4
+    stream.synchronize()
+    assert back.tolist() == [7] * 4
+    buffer.close()
+
+
 def test_boxes_are_as_in_numpy(gpu: Gpu, stream: Stream) -> None:
-    rng = np.random.default_rng(1)
-    for _ in range(30):
-        depth, lines, line = rng.integers(1, 6, 3).tolist()
-        height, width = int(rng.integers(1, lines + 1)), int(rng.integers(1, line + 1))
-        first = gpu.allocate_host(depth * lines * line).reshape(depth, lines, line)
-        second = gpu.allocate_host(depth * (lines + 2) * (line + 3)).reshape(depth, lines + 2, line + 3)
-        first[:], second[:] = rng.integers(1, 255, first.shape), rng.integers(1, 255, second.shape)
-        expected, found, buffers = second.copy(), gpu.allocate_host(second.nbytes).reshape(second.shape), []
-        for array in (first, second):
-            buffers.append(gpu.allocate(array.nbytes))
-            stream.to_device(buffers[-1].address, array)
-        source = Box(buffers[0].address, line, lines)
-        target = Box(buffers[1].address + line + 3 + 2, line + 3, lines + 2)  # from the second line's third byte on
-        stream.copy_box(target, source, width=width, height=height, depth=depth)
-        stream.zero_box(target, width=1, height=1, depth=depth)
-        stream.to_host(found, buffers[1].address)
-        stream.synchronize()
-        expected[:, 1 : 1 + height, 2 : 2 + width] = first[:, :height, :width]
-        expected[:, 1, 2] = 0
-        np.testing.assert_array_equal(found, expected)
-        for buffer in buffers:
-            buffer.close()
+    check_boxes(gpu, stream)
 
 
 def test_pinned_memory_lives_as_long_as_an_array_shows_it(machine: Machine, gpu: Gpu) -> None:
@@ -146,25 +123,8 @@ def test_pinned_memory_lives_as_long_as_an_array_shows_it(machine: Machine, gpu:
 
 
 def test_a_graph_does_again_what_was_captured(machine: Machine, gpu: Gpu, stream: Stream) -> None:
-    there, back, buffer = gpu.allocate_host(4), gpu.allocate_host(4), gpu.allocate(4)
-
-    def work() -> None:
-        stream.to_device(buffer.address, there)
-        stream.zero(buffer.address + 1, 1)
-        stream.to_host(back, buffer.address)
-
-    there[:] = back[:] = 1
-    graph = stream.capture(work)
-    stream.synchronize()
-    assert back.tolist() == [1] * 4, "capturing does nothing"
-    for value in (3, 4):
-        there[:] = value
-        graph.launch()
-        stream.synchronize()
-        assert back.tolist() == [value, 0, value, value]
-    graph.close()
-    buffer.close()
-    assert machine.leaks() == ["4 bytes of pinned memory"] * 2 + ["a Stream"]
+    check_graphs(gpu, stream)
+    assert machine.leaks() == ["a Stream"]
 
 
 def test_what_becomes_free_while_a_graph_is_captured_waits(machine: Machine, gpu: Gpu, stream: Stream) -> None:

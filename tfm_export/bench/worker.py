@@ -33,7 +33,7 @@ class TimedModel:
 
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> Sentences:
         """Encode; the steps of what comes back are timed."""
-        return _TimedSentences(self._model.encode(source_ids, source_mask, capacity=capacity), self.ends)  # type: ignore[return-value]
+        return _TimedSentences(self._model.encode(source_ids, source_mask, capacity=capacity), self.ends)
 
     def close(self) -> None:
         """Close the model."""
@@ -92,9 +92,13 @@ def serve(settings: dict[str, Any], start: float) -> None:
     def decode(batch: int, beam: int, tokens: int | None) -> dict[str, Any]:
         some = [sources[i % len(sources)] for i in range(batch)]
         # Exactly so many tokens: every round and every variant then does the same work.
-        exact = {} if tokens is None else {"min_decoding_length": tokens, "max_decoding_length": tokens}
-        defaults = {"max_decoding_length": model.bundle.manifest.generation.max_length, **exact}
-        options = DecodeOptions(beam_size=beam, max_batch_size=batch, return_end_token=True, **defaults)
+        options = DecodeOptions(
+            beam_size=beam,
+            max_batch_size=batch,
+            min_decoding_length=tokens or 0,
+            max_decoding_length=tokens or model.bundle.manifest.generation.max_length,
+            return_end_token=True,
+        )
         timed.ends.clear()
         begin = time.perf_counter()
         results = generate(timed, some, options, special)

@@ -21,14 +21,20 @@ from tfm_export.extras import require, require_onnxruntime
     type=click.Path(path_type=Path),
     help="The checkpoint the bundle was made from: compares every tensor step by step too. Needs torch.",
 )
+@click.option(
+    "--gpu",
+    type=click.IntRange(min=0),
+    help="The number of a GPU: judge all that runs there, engines and ONNX graphs, instead of the graphs on the CPU.",
+)
 @threads_option
 @json_option
-def command(bundle: Path, checkpoint: Path | None, threads: int | None, as_json: bool) -> None:
+def command(bundle: Path, checkpoint: Path | None, gpu: int | None, threads: int | None, as_json: bool) -> None:
     """Compare a bundle with PyTorch: its golden inputs token for token, alone and batched.
 
     \b
     Example:
       tfm-export verify tfm_bundle --checkpoint checkpoint.pt
+      tfm-export verify tfm_bundle --gpu 0
 
     Ends with exit code 3 if the bundle does not give what PyTorch gives.
     """
@@ -41,15 +47,21 @@ def command(bundle: Path, checkpoint: Path | None, threads: int | None, as_json:
 
         # What its file does not say is what was said when it was exported.
         reference = read_checkpoint(checkpoint, opened.manifest.model.get("settings")).model
-    from tfm_export.verify import reports_json, verify_variant, write_reports
+    from tfm_export.verify import PARITY, PARITY_GPU, reports_json, verify_gpu, verify_variant, write_reports
 
+    left_out: list[str] = []
     with Stopwatch() as stopwatch:
-        reports = [
-            verify_variant(opened, name, reference=reference, threads=threads, progress=stopwatch.begin)
-            for name in opened.manifest.variants
-        ]
+        if gpu is not None:
+            reports, left_out = verify_gpu(opened, gpu, reference=reference, progress=stopwatch.begin)
+        else:
+            reports = [
+                verify_variant(opened, name, reference=reference, threads=threads, progress=stopwatch.begin)
+                for name in opened.manifest.variants
+            ]
+    for reason in left_out:
+        click.echo(f"note: not judged: {reason}", err=True)
     try:
-        write_reports(opened, reports)
+        write_reports(opened, reports, name=PARITY if gpu is None else PARITY_GPU)
     except OSError as problem:  # a bundle that a service reads may well be read-only
         click.echo(f"note: the report was not written into the bundle: {problem}", err=True)
     if as_json:
@@ -57,6 +69,10 @@ def command(bundle: Path, checkpoint: Path | None, threads: int | None, as_json:
     else:
         for report in reports:
             print_verdict(report)
-    problems = [f"{report.variant}: {problem}" for report in reports for problem in report.problems()]
+    problems = [
+        f"{report.variant if gpu is None else report.backend}: {problem}"
+        for report in reports
+        for problem in report.problems()
+    ]
     if problems:
         raise ParityError(problems, "export the bundle again from this checkpoint")

@@ -116,11 +116,12 @@ class _Work:
         recipe = Recipe(precision=self.precision, skip=skip, reduced_range=self._reduced_range())
         if self.precision in BITS:
             return recipe
-        observe_options = {"threads": self.options.threads, "progress": self.progress}
+        values = layer_inputs(self.fp32) if self.precision in STATIC else None
+        observations = observe(
+            self.bundle, evidence.traces, values, threads=self.options.threads, progress=self.progress
+        )
         if self.precision in STATIC:
-            observations = observe(self.bundle, evidence.traces, layer_inputs(self.fp32), **observe_options)
             return replace(recipe, thresholds=thresholds(observations, self.options.method or DEFAULT_METHOD))
-        observations = observe(self.bundle, evidence.traces, **observe_options)
         return replace(recipe, ranges={name: o.largest for name, o in observations.items()})
 
     def _reduced_range(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -169,12 +170,20 @@ def candidates(
     return found
 
 
-def survey(bundle: Bundle) -> list[tuple[Candidate, TfmExportError | None]]:
-    """Every way to run every variant and engine of a bundle, each with what keeps it from running here, if anything."""
-    variants = list(bundle.manifest.variants)
-    ways = [Candidate(variant=of, gpu=gpu, engine=name) for name, of in _engines(bundle, None) for gpu in _gpus()]
-    ways += [Candidate(variant=variant, gpu=gpu) for gpu in _gpus() for variant in variants]
-    ways += [Candidate(variant=variant) for variant in variants]
+def survey(
+    bundle: Bundle, *, gpus: Sequence[int] | None = None, cpu: bool = True
+) -> list[tuple[Candidate, TfmExportError | None]]:
+    """Every way to run every engine and variant of a bundle, each with what keeps it from running here, if anything.
+
+    Args:
+        bundle: an open bundle.
+        gpus: their numbers; None for all of this machine.
+        cpu: whether the CPU is looked at, too.
+    """
+    numbers, variants = _gpus() if gpus is None else gpus, list(bundle.manifest.variants)
+    ways = [Candidate(variant=of, gpu=gpu, engine=name) for name, of in _engines(bundle, None) for gpu in numbers]
+    ways += [Candidate(variant=variant, gpu=gpu) for gpu in numbers for variant in variants]
+    ways += [Candidate(variant=variant) for variant in variants if cpu]
     return [(way, _problem(way, bundle)) for way in ways]
 
 

@@ -72,10 +72,6 @@ class TensorBlock:
         """Of a tensor."""
         return self._buffer.address + self.names.index(name) * self._lines * self._line_bytes
 
-    def zero(self, stream: Stream) -> None:
-        """Zero everything."""
-        stream.zero(self._buffer.address, self._buffer.nbytes)
-
     def zero_rows(self, stream: Stream, first: int, last: int, *, slots: tuple[int, int] | None = None) -> None:
         """Zero the rows from `first` to before `last` of every tensor, or of these rows some slots."""
         first_slot, last_slot = slots or (0, self.length)
@@ -110,7 +106,7 @@ class TensorBlock:
 
 
 class BatchMemory:
-    """The device memory of a batch. Everything is finite from the start: 0 * NaN is NaN.
+    """The device memory of a batch. What a step reads is finite from the start: 0 * NaN is NaN.
 
     Attributes:
         number: tells it from every other there ever was.
@@ -136,11 +132,6 @@ class BatchMemory:
             raise
 
     @property
-    def size(self) -> tuple[int, int, int]:
-        """Rows, source tokens, slots."""
-        return self.rows, self.source, self.capacity
-
-    @property
     def nbytes(self) -> int:
         """What it takes."""
         return self.caches.nbytes + self.cross.nbytes
@@ -149,10 +140,10 @@ class BatchMemory:
         """Of every tensor, by graph input name."""
         return {name: block.address(name) for block in (self.caches, self.cross) for name in block.names}
 
-    def zero(self, stream: Stream) -> None:
-        """Zero everything."""
-        self.caches.zero(stream)
-        self.cross.zero(stream)
+    def zero(self, stream: Stream, rows: int) -> None:
+        """Zero the first rows."""
+        self.caches.zero_rows(stream, 0, rows)
+        self.cross.zero_rows(stream, 0, rows)
 
     def close(self) -> None:
         """Free it."""
@@ -202,16 +193,19 @@ class MemoryPool:
         return self._lent - len(self._returned)
 
     def take(self, rows: int, source: int, capacity: int) -> BatchMemory:
-        """Zeroed memory of that size.
+        """Memory with so many source tokens and slots, and so many rows, zeroed, or more.
 
         Raises:
             OutOfDeviceMemory: there is not so much, even with nothing idle.
         """
         self._collect()
-        size = (rows, source, capacity)
-        place = next((i for i in reversed(range(len(self._idle))) if self._idle[i].size == size), None)
-        memory = self._allocate(size) if place is None else self._idle.pop(place)
-        memory.zero(self._stream)
+        fitting = [m for m in self._idle if m.rows >= rows and (m.source, m.capacity) == (source, capacity)]
+        if fitting:
+            memory = min(fitting, key=lambda m: m.rows)
+            self._idle.remove(memory)
+        else:
+            memory = self._allocate((rows, source, capacity))
+        memory.zero(self._stream, rows)
         self._lent += 1
         return memory
 

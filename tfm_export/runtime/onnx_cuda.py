@@ -165,6 +165,10 @@ class OnnxCudaModel:
 class _Graphs(Engine):
     """The graphs of a variant, loaded."""
 
+    def plan(self, capacity: int) -> Plan:  # noqa: ARG002 (one for all)
+        """The decoder step's."""
+        return self.steps[FIRST_CAPACITY]
+
     def capacity(self, wanted: int) -> int:
         """The slots of a batch that needs so many."""
         slots = bucket(max(wanted, FIRST_CAPACITY), ANY)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tfm_export.errors import RequestError
 from tfm_export.graph import Dimensions, cross_names, self_cache_names
 from tfm_export.runtime.checks import check_finite, check_step_arrays, step_problems
+from tfm_export.runtime.device_memory import bucket
 from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepOutput
 from tfm_export.runtime.tensorrt_worker import Worker
 
@@ -166,8 +167,8 @@ class TensorRTSentences:
         memory, theirs, stream = self.lease.memory, other.lease.memory, self.worker.stream
         if other.worker is not self.worker:
             stream.wait_for(other.worker.stream)
-        memory.caches.zero_rows(stream, first, last)
-        memory.cross.zero_rows(stream, first, last)
+        for block in (memory.caches, memory.cross):
+            block.zero_rows(stream, first, bucket(last, memory.rows))  # inert rows, too
         length = other.source_mask.shape[1]
         memory.caches.copy_rows(stream, theirs.caches, 0, first, rows=other.size, slots=other.written)
         memory.cross.copy_rows(stream, theirs.cross, 0, first, rows=other.size, slots=length)

@@ -72,6 +72,10 @@ class Engine:
         """The most target tokens of a step of a search: more come in prompts and in scoring, seldom as many again."""
         return max(plan.profiles[0].query for plan in self.steps.values())
 
+    def plan(self, capacity: int) -> Plan:
+        """The decoder step's with so many slots."""
+        return self.steps[capacity]
+
     def capacity(self, wanted: int) -> int:
         """The slots of the plan that has as many, or else of the largest."""
         return next((capacity for capacity in self.steps if capacity >= wanted), max(self.steps))
@@ -222,12 +226,12 @@ class Worker:
     def encode(self, source_ids: Ids, source_mask: Mask, memory: BatchMemory) -> None:
         """Run the encoder into the memory's cross-attention keys and values; those of padding are zero."""
         profile = self.engine.encoder.profiles[0]
-        batch, source = memory.rows, memory.source
+        batch, source = bucket(len(source_ids), memory.rows), memory.source
         inputs, addresses = encoder_arrays(self._encoder_buffers, source_ids, source_mask, batch, source)
         context = self._contexts[0, profile.index]
         shapes = dict.fromkeys(addresses, (batch, source))
         outputs = {name: memory.cross.address(name) for name in memory.cross.names}
-        context.bind(memory.number, shapes, addresses | outputs)
+        context.bind((memory.number, batch), shapes, addresses | outputs)
         self.stream.to_device(self._encoder_buffers.address, inputs)
         context.enqueue(self.stream)
         self._zero_padding(memory, source_mask)
@@ -247,7 +251,7 @@ class Worker:
         Raises:
             RequestError: the engine does not take so many tokens a step.
         """
-        most = self.engine.steps[memory.capacity].profiles[-1].query
+        most = self.engine.plan(memory.capacity).profiles[-1].query
         if query > most:
             raise RequestError(
                 f"the engine takes up to {most} tokens of a sentence a step, found {query}",
@@ -279,7 +283,7 @@ class Worker:
 
     def step(self, memory: BatchMemory, arrays: StepArrays) -> None:
         """Run a step whose arrays are filled; its best tokens are in them afterwards."""
-        plan = self.engine.steps[memory.capacity]
+        plan = self.engine.plan(memory.capacity)
         profile = next(p for p in plan.profiles if p.query >= arrays.shape.query)
         key = memory.number, arrays.shape.batch, arrays.shape.query
         self._uses[key] += 1

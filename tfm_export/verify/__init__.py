@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tfm_export.bundle import GOLDEN, Bundle, write_text
-from tfm_export.errors import BundleError
+from tfm_export.errors import BackendUnavailable, BundleError
 from tfm_export.graph import GENERATE
 from tfm_export.precision import PRECISIONS
+from tfm_export.runtime.backends import survey
+from tfm_export.runtime.step_model import StepModel
 from tfm_export.verify.cpu import CPU, TWIN, cpu_model
 from tfm_export.verify.generate_graph import compare_generate_graph
 from tfm_export.verify.golden import BeamGolden, Golden, compare_generations, golden_text, read_golden
@@ -37,12 +40,14 @@ __all__ = [
     "golden_text",
     "read_golden",
     "reports_json",
+    "verify_gpu",
+    "verify_model",
     "verify_variant",
     "write_reports",
 ]
 
-PARITY_JSON = "reports/parity.json"
-PARITY_PAGE = "reports/parity.html"
+REPORTS = "reports"
+PARITY, PARITY_GPU = "parity", "parity_gpu"
 
 
 def verify_variant(
@@ -66,48 +71,123 @@ def verify_variant(
         BundleError: the bundle has no such variant or no golden inputs, or its graphs are not of the expected form.
     """
     precision, manifest = PRECISIONS[variant], bundle.manifest
+    backend = CPU if precision.float_type == "float32" else TWIN
+    with cpu_model(bundle, variant, threads=threads) as model:
+        report = verify_model(bundle, model, variant, backend, reference=reference, progress=progress)
+    if f"onnx/{variant}/{GENERATE}" in manifest.files:
+        graph = compare_generate_graph(bundle, variant, threads=threads, progress=progress)
+        report = replace(report, generations=[*report.generations, *graph])
+    return report
+
+
+def verify_model(
+    bundle: Bundle,
+    model: StepModel,
+    variant: str,
+    backend: str,
+    *,
+    reference: Transformer | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> ParityReport:
+    """Judge a loaded model of a variant, on whatever backend.
+
+    Args:
+        bundle: the open bundle that it is from.
+        model: what decodes.
+        variant: by whose standards it is judged.
+        backend: what the report calls it.
+        reference: see `verify_variant`.
+        progress: told what begins.
+
+    Raises:
+        BundleError: the bundle has no golden inputs.
+    """
+    precision, manifest = PRECISIONS[variant], bundle.manifest
     if GOLDEN not in manifest.files:
         raise BundleError(f"{bundle.path} has no {GOLDEN} to verify against", "export the bundle again")
     tensors: list[TensorComparison] = []
     agreement = None
-    with cpu_model(bundle, variant, threads=threads) as model:
-        if reference is not None and precision.tolerance is not None:
-            from tfm_export.verify.steps import compare_steps
+    if reference is not None and precision.tolerance is not None:
+        from tfm_export.verify.steps import compare_steps
 
-            progress("comparing every tensor step by step")
-            steps = compare_steps(model, reference, precision.tolerance)
-            tensors, agreement = steps.tensors, steps.argmax_agreement
-        golden = read_golden(bundle, GOLDEN)
-        generations = compare_generations(model, golden, manifest.special_ids, manifest.golden, precision, progress)
-    if f"onnx/{variant}/{GENERATE}" in manifest.files:
-        generations += compare_generate_graph(bundle, variant, threads=threads, progress=progress)
+        progress("comparing every tensor step by step")
+        steps = compare_steps(model, reference, precision.tolerance)
+        tensors, agreement = steps.tensors, steps.argmax_agreement
+    golden = read_golden(bundle, GOLDEN)
     return ParityReport(
         variant=variant,
-        backend=CPU if precision.float_type == "float32" else TWIN,
+        backend=backend,
         synthetic=bool(manifest.golden["synthetic"]),
         tensors=tensors,
         argmax_agreement=agreement,
-        generations=generations,
+        generations=compare_generations(model, golden, manifest.special_ids, manifest.golden, precision, progress),
     )
 
 
-def write_reports(bundle: Bundle, reports: Sequence[ParityReport]) -> None:
+def verify_gpu(
+    bundle: Bundle,
+    gpu: int,
+    *,
+    reference: Transformer | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[list[ParityReport], list[str]]:
+    """Judge every engine and variant of a bundle that runs on a GPU.
+
+    Args:
+        bundle: an open bundle.
+        gpu: the number of the GPU.
+        reference: see `verify_variant`.
+        progress: told what begins.
+
+    Returns:
+        The reports, and why others do not run there.
+
+    Raises:
+        BackendUnavailable: nothing runs there.
+        BundleError: the bundle has no golden inputs.
+    """
+    reports, left_out = [], []
+    for way, problem in survey(bundle, gpus=[gpu], cpu=False):
+        if problem is not None:
+            left_out.append(f"{way}: {' '.join(problem.problems)}")
+            continue
+        progress(f"loading {way}")
+        model = way.open(bundle)
+        try:
+            reports.append(verify_model(bundle, model, way.variant, str(way), reference=reference, progress=progress))
+        finally:
+            model.close()
+    if not reports:
+        raise BackendUnavailable(left_out, "tfm-export doctor BUNDLE")
+    return reports, left_out
+
+
+def write_reports(bundle: Bundle, reports: Sequence[ParityReport], *, name: str = PARITY) -> None:
     """Put what was measured into the bundle's reports/, for programs and for people.
 
     The manifest does not name reports: a service runs without them, and one that is loading the bundle meanwhile must
-    not find an altered file. Where tensors were not compared this time, the last comparison of them stays: the
-    manifest's hashes tell that the graphs are still the same.
+    not find an altered file. Where tensors of graphs were not compared this time, the last comparison of them stays:
+    the manifest's hashes tell that the graphs are still the same.
+
+    Args:
+        bundle: the bundle.
+        reports: one for each variant, or for each way to run one.
+        name: of the files.
     """
-    reports = [report if report.tensors else _with_last_tensors(report, bundle) for report in reports]
-    (bundle.path / PARITY_JSON).parent.mkdir(exist_ok=True)
-    write_text(bundle.path / PARITY_JSON, reports_json(reports))
-    write_text(bundle.path / PARITY_PAGE, parity_page(reports, "Parity with PyTorch"))
+    folder = bundle.path / REPORTS
+    folder.mkdir(exist_ok=True)
+    data, page = folder / f"{name}.json", folder / f"{name}.html"
+    if name == PARITY:  # an engine of the same name may be another one
+        reports = [report if report.tensors else _with_last_tensors(report, data) for report in reports]
+    write_text(data, reports_json(reports))
+    write_text(page, parity_page(reports, "Parity with PyTorch"))
 
 
-def _with_last_tensors(report: ParityReport, bundle: Bundle) -> ParityReport:
+def _with_last_tensors(report: ParityReport, path: Path) -> ParityReport:
     try:
-        last = json.loads((bundle.path / PARITY_JSON).read_text(encoding="utf-8"))
-        entry = next(entry for entry in last["variants"] if entry["variant"] == report.variant)
+        last = json.loads(path.read_text(encoding="utf-8"))
+        kind = (report.variant, report.backend)
+        entry = next(entry for entry in last["variants"] if (entry["variant"], entry["backend"]) == kind)
         names = [f.name for f in fields(TensorComparison)]
         tensors = [TensorComparison(**{name: tensor[name] for name in names}) for tensor in entry["tensors"]]
         return replace(report, tensors=tensors, argmax_agreement=entry["argmax_agreement"])
