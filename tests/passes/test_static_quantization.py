@@ -12,7 +12,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -170,6 +170,8 @@ def constant(model: ir.Model, name: str) -> NDArray[np.generic]:
     st.lists(st.floats(0, 2.0**100, width=32), min_size=1, max_size=9),
     st.sampled_from([127, 64, 448]),
 )
+@example([127.0, 1e-4, 1e-9, 0.0], 127)  # the small ones are multiples of the smallest float16
+@example([1e-4, 1e-9], 127)  # beyond float16
 @settings(max_examples=100, deadline=None)
 def test_scales_are_exact_in_16_bits_and_hardly_too_large(largest: list[float], levels: int) -> None:
     wanted = np.array(largest)
@@ -317,6 +319,8 @@ def test_all_problems_are_named_at_once(exported: Exported) -> None:
 
 
 def test_a_silent_input_and_a_zero_weight_are_quantised() -> None:
+    assert scales(np.array([0.0, 254.0]), 127).tolist() == [2, 2]  # TensorRT refuses 0
+    assert scales(np.array(0.0), 127) == 1.0
     bias = np.array([1.5, -2], np.float32)
     for numbers in ("int8", "fp8"):
         model = one_layer(np.zeros((3, 2), np.float32), bias)

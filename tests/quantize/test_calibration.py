@@ -221,7 +221,7 @@ def test_numbers_that_are_not_finite_are_named(exported: Exported, tmp_path: Pat
     assert isinstance(weight, ir.ExternalTensor)
     with open(folder / "weights.bin", "r+b") as file:
         file.seek(weight.offset or 0)
-        file.write(np.full(8, 3e38, np.float32).tobytes())
+        file.write(np.full(8, np.inf, np.float32).tobytes())
     with pytest.raises(NumericError, match="decoder_step gives numbers that are not finite; addmm_6 is the first"):
         observe(bundle, TRACES, threads=1)
 
