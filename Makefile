@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-EXTRAS := cpu,export,quantize,rtx,plot,train,bench,dev
+EXTRAS := cpu,export,quantize,tokenizers,rtx,plot,train,bench,dev
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all check format bench docs javascript clean

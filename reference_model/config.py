@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-ACTIVATIONS = ("relu", "gelu")
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+POSITIONS = ("sinusoidal", "learned", "relative", "none")
+NORMS = ("layer", "rms", "unbiased")
+SIZES = (
+    "source_vocabulary_size",
+    "target_vocabulary_size",
+    "d_model",
+    "heads",
+    "d_ff",
+    "encoder_layers",
+    "decoder_layers",
+    "max_length",
+)
 
 PRESETS: dict[str, dict[str, Any]] = {
     "base": {"d_model": 512, "heads": 8, "d_ff": 2048, "encoder_layers": 6, "decoder_layers": 6, "dropout": 0.1},
@@ -22,16 +35,29 @@ class TransformerConfig:
         source_vocabulary_size: rows of the source embedding.
         target_vocabulary_size: rows of the target embedding and outputs of the projection.
         d_model: width of the residual stream.
-        heads: attention heads; each has d_model / heads dimensions.
+        heads: attention heads.
+        d_head: dimensions of one attention head; 0 stands for d_model / heads.
         d_ff: width of the feed-forward layers.
         encoder_layers: number of encoder layers.
         decoder_layers: number of decoder layers.
         dropout: probability of dropping an activation while training.
-        activation: "relu" (the paper) or "gelu".
+        activation: "relu" (the paper), "gelu", "gelu_tanh" (its approximation by a tanh) or "silu".
+        gated_feed_forward: multiply the activation by a second projection (Shazeer 2020, "GLU Variants").
         norm_first: normalise the input of each sublayer (pre-norm) instead of its sum with the residual (the paper).
         final_norm: normalise the output of each stack once more; pre-norm models need it.
-        layer_norm_epsilon: added to the variance.
-        max_length: rows of the position table: the longest source and the longest target.
+        norm: "layer" (the paper), "rms" (divide by the root mean square, no mean, no bias) or "unbiased" (the
+            annotated Transformer's: the deviation divides by M - 1, and the epsilon is added to it).
+        layer_norm_epsilon: added to the variance, to the mean square, or to the deviation.
+        positions: "sinusoidal" (the paper), "learned" (tables among the weights), "relative" (T5: a bias of the
+            self-attentions' scores) or "none".
+        relative_buckets: of relative positions: how many distances are told apart.
+        relative_max_distance: of relative positions: from here on all distances are one.
+        max_length: the longest source: rows of its position table, where there is one.
+        longest_target: the same of targets; 0 stands for max_length.
+        embedding_norm: normalise the embeddings, positions included.
+        scale_embeddings: multiply embeddings by sqrt(d_model) (the paper).
+        scale_attention: divide attention's scores by sqrt(head_size) (the paper).
+        scale_projection: divide the decoder's output by sqrt(d_model) before it is projected.
         share_embeddings: source and target use one embedding.
         tie_projection: the projection uses the weights of the target embedding.
 
@@ -43,55 +69,75 @@ class TransformerConfig:
     target_vocabulary_size: int
     d_model: int = 512
     heads: int = 8
+    d_head: int = 0
     d_ff: int = 2048
     encoder_layers: int = 6
     decoder_layers: int = 6
     dropout: float = 0.1
     activation: str = "relu"
+    gated_feed_forward: bool = False
     norm_first: bool = False
     final_norm: bool = False
+    norm: str = "layer"
     layer_norm_epsilon: float = 1e-5
+    positions: str = "sinusoidal"
+    relative_buckets: int = 32
+    relative_max_distance: int = 128
     max_length: int = 512
+    longest_target: int = 0
+    embedding_norm: bool = False
+    scale_embeddings: bool = True
+    scale_attention: bool = True
+    scale_projection: bool = False
     share_embeddings: bool = False
     tie_projection: bool = False
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} must be at least 1, found {getattr(self, name)}"
-            for name in (
-                "source_vocabulary_size",
-                "target_vocabulary_size",
-                "d_model",
-                "heads",
-                "d_ff",
-                "encoder_layers",
-                "decoder_layers",
-                "max_length",
-            )
-            if getattr(self, name) < 1
-        ]
-        if self.heads >= 1 and self.d_model % self.heads:
-            problems.append(f"d_model must be a multiple of heads, found {self.d_model} and {self.heads}")
-        if self.d_model % 2:
-            problems.append(f"d_model must be even for sinusoidal positions, found {self.d_model}")
-        if not 0 <= self.dropout < 1:
-            problems.append(f"dropout must be in [0, 1), found {self.dropout}")
-        if self.activation not in ACTIVATIONS:
-            problems.append(f"activation must be one of {', '.join(ACTIVATIONS)}, found {self.activation!r}")
-        if self.layer_norm_epsilon <= 0:
-            problems.append(f"layer_norm_epsilon must be positive, found {self.layer_norm_epsilon}")
+        if problems := [*self._size_problems(), *self._option_problems()]:
+            raise ValueError("; ".join(problems))
+
+    def _size_problems(self) -> Iterator[str]:
+        least = dict.fromkeys(SIZES, 1) | {"d_head": 0, "longest_target": 0}
+        for name, minimum in least.items():
+            if getattr(self, name) < minimum:
+                yield f"{name} must be at least {minimum}, found {getattr(self, name)}"
+        if self.heads >= 1 and not self.d_head and self.d_model % self.heads:
+            yield f"d_model must be a multiple of heads, found {self.d_model} and {self.heads}"
+        if self.positions == "sinusoidal" and self.d_model % 2:
+            yield f"d_model must be even for sinusoidal positions, found {self.d_model}"
+        if self.positions == "relative":
+            yield from self._relative_problems()
         if self.share_embeddings and self.source_vocabulary_size != self.target_vocabulary_size:
-            problems.append(
+            yield (
                 "share_embeddings needs vocabularies of one size, found "
                 f"{self.source_vocabulary_size} and {self.target_vocabulary_size}"
             )
-        if problems:
-            raise ValueError("; ".join(problems))
+
+    def _relative_problems(self) -> Iterator[str]:
+        buckets, distance = self.relative_buckets, self.relative_max_distance
+        if buckets < 4 or buckets % 2:
+            yield f"relative_buckets must be even and at least 4, found {buckets}"
+        elif distance <= buckets // 2:
+            yield f"relative_max_distance must be more than relative_buckets / 2, found {distance} and {buckets}"
+
+    def _option_problems(self) -> Iterator[str]:
+        if not 0 <= self.dropout < 1:
+            yield f"dropout must be in [0, 1), found {self.dropout}"
+        if self.layer_norm_epsilon <= 0:
+            yield f"layer_norm_epsilon must be positive, found {self.layer_norm_epsilon}"
+        for name, choices in {"activation": ACTIVATIONS, "positions": POSITIONS, "norm": NORMS}.items():
+            if getattr(self, name) not in choices:
+                yield f"{name} must be one of {', '.join(choices)}, found {getattr(self, name)!r}"
 
     @property
     def head_size(self) -> int:
         """Dimensions of one attention head."""
-        return self.d_model // self.heads
+        return self.d_head or self.d_model // self.heads
+
+    @property
+    def max_target_length(self) -> int:
+        """The longest target."""
+        return self.longest_target or self.max_length
 
     @classmethod
     def preset(cls, name: str, **fields: Any) -> TransformerConfig:

@@ -53,6 +53,7 @@ class SpecialIds:
         bos: what the decoder starts from.
         eos: ends a target.
         source_ends_with_eos: sources get the end token appended.
+        source_starts_with_bos: sources get the start token put in front.
         unk: stands for unknown tokens; None where the vocabulary has no such token.
     """
 
@@ -61,6 +62,7 @@ class SpecialIds:
     eos: int
     source_ends_with_eos: bool
     unk: int | None = None
+    source_starts_with_bos: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +73,13 @@ class GenerationDefaults:
         max_length: the longest target, end token included.
         beam_size: hypotheses kept at each step; 1 is greedy.
         length_penalty: the exponent by which a hypothesis's length divides its score.
+        options: further decoding options by their names, such as a forced first token.
     """
 
     max_length: int
     beam_size: int = 1
     length_penalty: float = 1.0
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,18 @@ if TYPE_CHECKING:  # running a model takes no PyTorch, and a process that measur
     from reference_model.model import Transformer
 
 ACTIVATIONS = {"relu": Activation.RELU, "gelu": Activation.GELU}
+# The options of a configuration that are not turned into CTranslate2's.
+PAPER = {
+    "positions": "sinusoidal",
+    "norm": "layer",
+    "gated_feed_forward": False,
+    "embedding_norm": False,
+    "scale_embeddings": True,
+    "scale_attention": True,
+    "scale_projection": False,
+    "d_head": 0,
+    "longest_target": 0,
+}
 UNKNOWN = "<unk>"
 
 
@@ -60,7 +72,7 @@ def build(
     """Write a CTranslate2 model.
 
     Args:
-        checkpoint_or_model: the weights, in any configuration that a `Transformer` has.
+        checkpoint_or_model: the weights; a Transformer in the paper's form, whatever its sizes and the order of norms.
         folder: where to; made if it is not there.
         quantization: None keeps float32; "int8" or another scheme of CTranslate2's.
         special: the special ids; a checkpoint's own, or the defaults, if not given.
@@ -71,7 +83,8 @@ def build(
         The folder.
 
     Raises:
-        ValueError: the two sides call a special id by different names; CTranslate2 knows special tokens by name.
+        ValueError: the two sides call a special id by different names; CTranslate2 knows special tokens by name. Or
+            the configuration has an option that the paper does not.
     """
     from reference_model.checkpoint import Checkpoint, SpecialIds
 
@@ -117,6 +130,8 @@ def _special_names(special: SpecialIds, tokens: tuple[Sequence[str], Sequence[st
 
 def _spec(model: Transformer) -> TransformerSpec:
     config = model.config
+    if others := [name for name, value in PAPER.items() if getattr(config, name) != value]:
+        raise ValueError(f"this peer is made for the paper's Transformer, not for other {', '.join(others)}")
     spec = TransformerSpec.from_config(
         (config.encoder_layers, config.decoder_layers),
         config.heads,
@@ -125,7 +140,7 @@ def _spec(model: Transformer) -> TransformerSpec:
         activation=ACTIVATIONS[config.activation],
         alignment_heads=0,  # the mean over all heads is what a caller gets who asks for attention
     )
-    table = _array(model.positional_encoding.table)
+    table = _array(model.source_positions.table)
     spec.encoder.embeddings[0].weight = _array(model.source_embedding.weight)
     spec.decoder.embeddings.weight = _array(model.target_embedding.weight)
     spec.encoder.position_encodings.encodings = spec.decoder.position_encodings.encodings = table

@@ -52,8 +52,7 @@ def encode(model: Transformer, source_ids: Tensor, source_mask: Tensor, *, beams
 
 def step(model: Transformer, state: State, tokens: Tensor) -> Tensor:
     """Decode one token: tokens [R] -> logits [R, V] of the next."""
-    embedded = model.target_embedding(tokens[:, None]) * model.config.d_model**0.5
-    x = embedded + model.positional_encoding.table[state.length]
+    x = model.embed_target(tokens[:, None], torch.full((len(tokens), 1), state.length))
     layers: list[Any] = list(model.decoder_layers)
     for i, layer in enumerate(layers):
         y = layer.self_attention_residual.before(x)

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner, Result
 
 from tfm_export.bundle import Bundle
@@ -62,3 +63,76 @@ def test_no_bundle(tmp_path: Path) -> None:
     result = inspect(tmp_path)
     assert result.exit_code == 1
     assert f"{tmp_path} is not a bundle" in result.stderr
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A checkpoint of the tutorial's layout, with what training leaves around it."""
+    import torch
+
+    from tests.oracles.layouts import Tutorial
+
+    model = Tutorial((11, 13), 12, (1, 1), 3, 8, 20)
+    state = {f"module.{name}": weight.half() for name, weight in model.state_dict().items()}
+    torch.save({"model_state_dict": state, "config": {"n_heads": 3}, "epoch": 4}, tmp_path / "best.pt")
+    return tmp_path / "best.pt"
+
+
+def test_a_checkpoint_tells_what_it_is_and_what_is_missing(foreign: Path) -> None:
+    result = inspect(foreign)
+    assert result.exit_code == 0
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    for expected in (
+        f"{foreign}: a tutorial Transformer (fc_q, fc_k, fc_v, fc_o)",
+        "d model 12 the shapes",
+        "norm first False the layout",
+        "note: the weights were taken from 'model_state_dict' in the file",
+        "note: stripped from names: 'module.'",
+        "note: beside the weights the file says: config.n_heads=3, epoch=4",
+        "note: weights stored as float16 are computed with in float32",
+        "--heads N heads: how many attention heads (d_model is 12)",
+        "--eos ID eos: the id that ends a target",
+    ):
+        assert expected in lines, result.stdout
+    assert "nothing is missing" not in result.stdout
+
+
+def test_a_checkpoint_with_all_that_was_missing(foreign: Path) -> None:
+    result = inspect(foreign, "--heads", 3, "--pad", 0, "--bos", 1, "--eos", 2)
+    assert result.exit_code == 0
+    assert "nothing is missing" in result.stdout
+    assert "heads" in result.stdout
+    state = json.loads(inspect(foreign, "--heads", 3, "--json").stdout)
+    assert state["found"]["heads"] == {"value": 3, "origin": "as given"}
+    assert state["missing"].keys() == {"pad", "bos", "eos"}
+    assert state["problems"] == []
+
+
+def test_a_checkpoint_that_does_not_fit_shows_all_the_same(foreign: Path) -> None:
+    result = inspect(foreign, "--heads", 5, "--pad", 0, "--bos", 1, "--eos", 99)
+    assert result.exit_code == 1
+    assert "d model" in result.stdout
+    assert "d_model must be a multiple of heads, found 12 and 5" in result.stderr
+
+
+def test_a_checkpoint_of_our_own_says_everything(tiny_checkpoint: Path) -> None:
+    result = inspect(tiny_checkpoint)
+    assert result.exit_code == 0
+    assert "a checkpoint of reference_model" in result.stdout
+    assert "nothing is missing" in result.stdout
+    assert "would have no effect" in inspect(tiny_checkpoint, "--heads", 3).stderr
+
+
+def test_a_file_of_settings_gives_way_to_options(foreign: Path, tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text('{"heads": 5, "pad": 0, "bos": 1, "eos": 2}')
+    given = ("--config", tmp_path / "settings.json")
+    assert "multiple of heads" in inspect(foreign, *given).stderr
+    assert inspect(foreign, *given, "--heads", 3).exit_code == 0
+    (tmp_path / "settings.json").write_text('{"haeds": 5}')
+    assert "there is no setting 'haeds'; did you mean 'heads'?" in inspect(foreign, *given).stderr
+
+
+def test_options_for_checkpoints_have_no_place_at_bundles(tiny_bundle: Path) -> None:
+    result = inspect(tiny_bundle, "--heads", 3, "--norm-first")
+    assert result.exit_code == 2
+    assert "--heads, --norm-first: for checkpoints" in result.stderr

@@ -213,3 +213,25 @@ def test_a_layer_without_attention_is_wrong_usage(invoke: Invoke, tiny_checkpoin
     result = invoke("onnx", tiny_checkpoint, "--attention-layer", "0")
     assert result.exit_code == 2
     assert "--attention-layer has no effect without --attention" in result.stderr
+
+
+def test_what_a_file_does_not_say_is_said_by_options_and_kept(tmp_path: Path) -> None:
+    import torch
+
+    from tests.oracles.layouts import Tutorial
+
+    checkpoint, bundle = tmp_path / "foreign.pt", tmp_path / "bundle"
+    torch.save(Tutorial((11, 13), 12, (1, 1), 3, 8, 20).state_dict(), checkpoint)
+    runner = CliRunner()
+    refused = runner.invoke(cli, ["onnx", str(checkpoint), "-o", str(bundle)])
+    assert refused.exit_code == 1
+    assert "heads: how many attention heads" in refused.stderr
+    assert "--heads N --pad ID --bos ID --eos ID" in refused.stderr
+    assert not bundle.exists()
+    options = ["--heads", "3", "--pad", "0", "--bos", "1", "--eos", "2"]
+    done = runner.invoke(cli, ["onnx", str(checkpoint), "-o", str(bundle), *options])
+    assert done.exit_code == 0, done.output
+    assert "parity: passed" in done.stdout
+    assert Bundle.open(bundle).manifest.model["settings"] == {"heads": 3, "pad": 0, "bos": 1, "eos": 2}
+    verified = runner.invoke(cli, ["verify", str(bundle), "--checkpoint", str(checkpoint)])
+    assert verified.exit_code == 0, verified.output

@@ -29,6 +29,41 @@ CONFIGURATIONS = {
         "encoder_layers": 1,
         "decoder_layers": 3,
     },
+    # T5's: relative positions, root mean square, gated feed-forward, heads that are no part of d_model.
+    "relative": {
+        "norm_first": True,
+        "final_norm": True,
+        "norm": "rms",
+        "layer_norm_epsilon": 1e-6,
+        "activation": "gelu_tanh",
+        "gated_feed_forward": True,
+        "positions": "relative",
+        "relative_buckets": 8,
+        "relative_max_distance": 10,
+        "share_embeddings": True,
+        "tie_projection": True,
+        "scale_embeddings": False,
+        "scale_attention": False,
+        "scale_projection": True,
+        "d_model": 45,
+        "heads": 3,
+        "d_head": 7,
+        "d_ff": 30,
+        "encoder_layers": 1,
+    },
+    # BART's: learned positions, another number for each side; normalised embeddings.
+    "learned": {
+        "positions": "learned",
+        "max_length": 40,
+        "longest_target": 30,
+        "embedding_norm": True,
+        "scale_embeddings": False,
+        "activation": "gelu",
+        "d_model": 33,
+        "heads": 3,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+    },
 }
 FULL_CONFIGURATIONS = {
     "one head": {"heads": 1, "decoder_layers": 1},
@@ -43,6 +78,20 @@ FULL_CONFIGURATIONS = {
     },
     "pre-norm without final norms": {"norm_first": True},
     "post-norm with final norms": {"final_norm": True, "tie_projection": True},
+    "the annotated Transformer's norm": {
+        "norm": "unbiased",
+        "norm_first": True,
+        "final_norm": True,
+        "layer_norm_epsilon": 1e-6,
+    },
+    "relative positions, post-norm, heads of 12": {
+        "positions": "relative",
+        "d_model": 60,
+        "heads": 5,
+        "activation": "silu",
+        "gated_feed_forward": True,
+    },
+    "no positions at all": {"positions": "none", "d_head": 20, "norm": "rms"},
     "a vocabulary of 64,001": {"target_vocabulary_size": 64_001},
 }
 
@@ -72,12 +121,12 @@ def export_configuration(tmp_path_factory: pytest.TempPathFactory) -> Callable[[
             model = build_tiny_model(seed=5, **{**CONFIGURATIONS, **FULL_CONFIGURATIONS}[name])
             path = tmp_path_factory.mktemp("exported")
             write_fp32_variant(model, path / "onnx" / "fp32", attention_layer=1 if name == "paper" else None)
-            length = model.config.max_length
+            config = model.config
             manifest = Manifest(
                 dimensions=dimensions_of(model),
-                limits=Limits(max_source_length=length, max_target_length=length),
+                limits=Limits(max_source_length=config.max_length, max_target_length=config.max_target_length),
                 special_ids=SpecialIds(pad=0, bos=1, eos=2, source_ends_with_eos=True),
-                generation=GenerationDefaults(max_length=length),
+                generation=GenerationDefaults(max_length=config.max_target_length),
                 variants={"fp32": {}},
             )
             _done[name] = Exported(model, Bundle(path, manifest))

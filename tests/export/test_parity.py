@@ -34,8 +34,8 @@ def test_every_tensor_is_pytorchs_step_by_step(exported: Exported, runtime: Onnx
 def test_to_the_end_of_the_position_table(
     exported: Exported, runtime: OnnxModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    longest = exported.model.config.max_length
-    case = {"batch": 2, "source": longest, "target": longest, "prefix": 1, "seed": 9}
+    config = exported.model.config
+    case = {"batch": 2, "source": config.max_length, "target": config.max_target_length, "prefix": 1, "seed": 9}
     monkeypatch.setattr(steps, "CASES", (case,))
     assert all(t.passed for t in steps.compare_steps(runtime, exported.model, TOLERANCE).tensors)
 

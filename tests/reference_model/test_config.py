@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
@@ -44,7 +44,13 @@ def test_an_unknown_preset_is_told_the_known_ones() -> None:
         ({"d_model": 9, "heads": 3}, "must be even"),
         ({"dropout": 1.0}, r"dropout must be in \[0, 1\), found 1.0"),
         ({"dropout": -0.1}, "dropout must be"),
-        ({"activation": "swish"}, "relu, gelu, found 'swish'"),
+        ({"activation": "swish"}, "relu, gelu, gelu_tanh, silu, found 'swish'"),
+        ({"positions": "rotary"}, "sinusoidal, learned, relative, none, found 'rotary'"),
+        ({"norm": "batch"}, "norm must be one of layer, rms, unbiased, found 'batch'"),
+        ({"d_head": -1}, "d_head must be at least 0, found -1"),
+        ({"longest_target": -1}, "longest_target must be at least 0, found -1"),
+        ({"positions": "relative", "relative_buckets": 7}, "relative_buckets must be even and at least 4, found 7"),
+        ({"positions": "relative", "relative_max_distance": 16}, "more than relative_buckets / 2, found 16 and 32"),
         ({"layer_norm_epsilon": 0.0}, "layer_norm_epsilon must be positive"),
         ({"share_embeddings": True}, "vocabularies of one size, found 10 and 12"),
     ],
@@ -65,3 +71,11 @@ def test_a_configuration_does_not_change() -> None:
     config = TransformerConfig(**SIZES)
     with pytest.raises(FrozenInstanceError):
         config.d_model = 4  # type: ignore[misc]
+
+
+def test_heads_and_the_longest_target_may_be_of_their_own() -> None:
+    config = TransformerConfig(
+        source_vocabulary_size=5, target_vocabulary_size=5, d_model=15, heads=2, d_head=7, positions="none"
+    )
+    assert (config.head_size, config.max_target_length) == (7, 512)
+    assert replace(config, longest_target=9).max_target_length == 9

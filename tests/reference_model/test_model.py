@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from reference_model import Transformer, TransformerConfig
 from reference_model.model import (
+    FeedForward,
     MultiHeadAttention,
+    RelativePositions,
     causal_mask,
+    make_norm,
     padding_mask,
     scaled_dot_product_attention,
     sinusoid_table,
@@ -88,7 +92,7 @@ def test_sinusoids_by_their_formula() -> None:
 
 def test_embeddings_are_scaled_and_get_their_positions() -> None:
     model = build()
-    embedded = model.embed(model.source_embedding, torch.tensor([[3, 7]]))
+    embedded = model.embed_source(torch.tensor([[3, 7]]))
     expected = model.source_embedding.weight[[3, 7]] * math.sqrt(12) + sinusoid_table(2, 12)
     torch.testing.assert_close(embedded[0], expected)
 
@@ -208,6 +212,93 @@ def test_dropout_is_for_training_only() -> None:
     assert torch.equal(model(*inputs), model(*inputs))
     model.train()
     assert not torch.equal(model(*inputs), model(*inputs))
+
+
+def test_a_learned_table_is_a_weight_of_each_side() -> None:
+    model = build(positions="learned", longest_target=5)
+    assert model.source_positions.table.shape == (16, 12)
+    assert model.target_positions.table.shape == (5, 12)
+    embedded = model.embed_target(torch.tensor([[3, 7]]), torch.tensor([[4, 0]]))
+    expected = (
+        model.target_embedding.weight[[3, 7]] * math.sqrt(12) + model.state_dict()["target_positions.table"][[4, 0]]
+    )
+    torch.testing.assert_close(embedded[0], expected)
+
+
+def test_embeddings_may_be_left_unscaled_and_normalised() -> None:
+    model = build(positions="none", scale_embeddings=False, embedding_norm=True)
+    norm = model.source_positions.norm
+    embedded = model.source_embedding.weight[[3, 7]].detach().double().numpy()
+    centred = embedded - embedded.mean(1, keepdims=True)
+    expected = centred / np.sqrt(embedded.var(1, keepdims=True) + 1e-5)
+    expected = expected * norm.weight.detach().numpy() + norm.bias.detach().numpy()
+    np.testing.assert_allclose(model.embed_source(torch.tensor([[3, 7]]))[0].detach().numpy(), expected, atol=1e-5)
+
+
+def test_norms_by_their_formulas() -> None:
+    x = torch.randn(5, 12) * 3 + 1
+    rms = make_norm(build(norm="rms", layer_norm_epsilon=0.5).config)
+    torch.testing.assert_close(rms(x), x / ((x**2).mean(-1, keepdim=True) + 0.5).sqrt())
+    unbiased = make_norm(build(norm="unbiased", layer_norm_epsilon=0.5).config)
+    with torch.no_grad():
+        unbiased.weight.mul_(3)
+        unbiased.bias.add_(2)
+    expected = 3 * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 0.5) + 2
+    torch.testing.assert_close(unbiased(x), expected)
+
+
+def test_activations_and_the_gate_by_their_formulas() -> None:
+    x = torch.randn(5, 12)
+    formulas = {
+        "relu": lambda y: y.clamp(min=0),
+        "gelu": lambda y: y * (1 + torch.erf(y / math.sqrt(2))) / 2,
+        "gelu_tanh": lambda y: y / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3))),
+        "silu": lambda y: y / (1 + torch.exp(-y)),
+    }
+    for activation, formula in formulas.items():
+        for gated in (False, True):
+            layer = FeedForward(build(activation=activation, gated_feed_forward=gated).config)
+            hidden = formula(layer.W_1(x)) * (layer.W_gate(x) if gated else 1)
+            torch.testing.assert_close(layer(x), layer.W_2(hidden))
+
+
+def test_distances_share_buckets_by_their_logarithm() -> None:
+    """Eight buckets up to distance 16: 0, 1, 2, 3 have their own, then 4-5, 6-7, 8-11 and all from 12 on."""
+    config = build(positions="relative", relative_buckets=8, relative_max_distance=16).config
+    backwards = RelativePositions(config, both_ways=False).buckets(-torch.arange(20))
+    assert backwards.tolist() == [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, *[7] * 8]
+    assert RelativePositions(config, both_ways=False).buckets(torch.tensor([1, 9])).tolist() == [0, 0]
+    # Both ways: half of them for each direction, two of these exact, then 2-5 and all from 6 on (2 sqrt(8) = 5.7).
+    both = RelativePositions(config, both_ways=True).buckets(torch.arange(-7, 8))
+    assert both.tolist() == [3, 3, 2, 2, 2, 2, 1, 0, 5, 6, 6, 6, 6, 7, 7]
+
+
+@torch.inference_mode()
+def test_relative_positions_are_added_to_the_scores_of_self_attention() -> None:
+    model = build(positions="relative", encoder_layers=1, scale_attention=False)
+    x, mask = torch.randn(1, 4, 12), torch.ones(1, 1, 1, 4, dtype=torch.bool)
+    relative, layer = model.encoder_relative, model.encoder_layers[0]
+    _, weights = layer(x, mask, relative.between(4))
+    query, (key, _) = layer.self_attention.split_heads(layer.self_attention.W_q(x)), layer.self_attention.keys_values(x)
+    for head in range(3):
+        for q in range(4):
+            scores = [
+                float(
+                    query[0, head, q] @ key[0, head, k]
+                    + relative.bias.weight[relative.buckets(torch.tensor(k - q)), head]
+                )
+                for k in range(4)
+            ]
+            torch.testing.assert_close(weights[0, head, q], torch.tensor(scores).softmax(0))
+
+
+@torch.inference_mode()
+def test_the_output_may_be_scaled_down_before_the_projection() -> None:
+    plain, scaled = build(), build(scale_projection=True)
+    scaled.load_state_dict(plain.state_dict())
+    x = torch.randn(1, 2, 12)
+    bias = plain.projection.bias
+    torch.testing.assert_close(scaled.project(x) - bias, (plain.project(x) - bias) / math.sqrt(12))
 
 
 def test_a_sequence_beyond_the_position_table_is_refused() -> None:

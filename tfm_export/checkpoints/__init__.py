@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tfm_export.checkpoints import reference
-from tfm_export.checkpoints.files import load_weights_only
+from tfm_export.checkpoints.draft import Draft, Fact
+from tfm_export.checkpoints.files import read_contents
+from tfm_export.checkpoints.recognise import draft_model
+from tfm_export.checkpoints.settings import check_settings, read_settings
 from tfm_export.checkpoints.source_model import SourceModel
 from tfm_export.errors import CheckpointError
 
-__all__ = ["SourceModel", "read_checkpoint"]
+__all__ = ["Draft", "Fact", "SourceModel", "draft_checkpoint", "read_checkpoint", "read_settings"]
 
 
-def read_checkpoint(path: str | Path) -> SourceModel:
+def read_checkpoint(path: str | Path, settings: Mapping[str, Any] | None = None) -> SourceModel:
     """Read a checkpoint of any known format.
 
     Args:
-        path: the file. It is never executed: only tensors, numbers, strings and containers are read from it.
+        path: the file, or a folder with a configuration and weights. Nothing in it is executed: only tensors, numbers,
+            strings and containers are read.
+        settings: what the file does not say, by the names of `settings.SETTINGS`.
 
     Raises:
         CheckpointError: the file is missing, damaged, unsafe, of no known format, or does not describe a whole model.
     """
-    path = Path(path)
-    state = load_weights_only(path)
-    if reference.recognises(state):
-        return reference.read(state, path)
-    raise CheckpointError(
-        f"{path} is not a checkpoint of a known format: expected one written by reference_model.save_checkpoint",
-        "python -m reference_model.train writes such a file; load the weights into a reference_model.Transformer and "
-        "use reference_model.save_checkpoint for a model trained elsewhere",
-    )
+    found = draft_checkpoint(path, settings)
+    return found if isinstance(found, SourceModel) else found.finish()
+
+
+def draft_checkpoint(path: str | Path, settings: Mapping[str, Any] | None = None) -> Draft | SourceModel:
+    """What a checkpoint tells, whole or not: a draft with what is missing; the model itself of our own format.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, unsafe or of no known format.
+    """
+    path, given = Path(path), check_settings(settings or {}, "the settings")
+    contents = read_contents(path)
+    if not reference.recognises(contents.state):
+        return draft_model(contents, given)
+    if given:
+        raise CheckpointError(f"{path} says everything itself: {', '.join(given)} would have no effect", "leave it out")
+    return reference.read(contents.state, path)

@@ -1,90 +1,181 @@
-"""Reading files that may be anything: nothing in them is executed, and every refusal says why."""
+"""Reading what lies on disk, in whatever container: nothing in it is executed, and every refusal says why.
+
+A container is told by its first bytes, never by the name of the file.
+"""
 
 from __future__ import annotations
 
-import pickle
-import pickletools
-import warnings
+import json
 import zipfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
+from tfm_export.checkpoints.pickles import load_pickle
 from tfm_export.errors import CheckpointError
 
-MOST_PICKLE_BYTES = 16_000_000  # of a pickle that is only looked at to name what it needs
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+# The weights of a folder, the first that is there.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+MOST_JSON_BYTES = 64_000_000
+MOST_COMPRESSION = 20  # what an array may unpack to, in times of its size: trained weights hardly compress
 
 
-def load_weights_only(path: Path) -> Any:
-    """The contents of a file that torch.save wrote, if they are tensors, numbers, strings and containers.
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What was read of a checkpoint, before anyone knows whose it is.
+
+    Attributes:
+        path: the file or the folder.
+        state: what the file holds; of a folder, its tensors by name.
+        config: config.json of a folder; empty for a file.
+        generation: generation_config.json of a folder, if it has one.
+        files: of a folder, what lies in it, by name.
+    """
+
+    path: Path
+    state: Any
+    config: dict[str, Any] = field(default_factory=dict)
+    generation: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, Path] = field(default_factory=dict)
+
+
+def read_contents(path: Path) -> Contents:
+    """Read a checkpoint's file, or a folder in the way of Hugging Face.
 
     Raises:
-        CheckpointError: there is no such file, it is damaged or something else, or it wants code to be executed.
+        CheckpointError: there is no such thing, it is damaged or something else, or it wants code to be executed.
     """
     if path.is_dir():
-        raise CheckpointError(f"{path} is a folder; expected a checkpoint file", "name the .pt file in it")
+        return _read_folder(path)
+    return Contents(path=path, state=read_file(path))
+
+
+def _read_folder(path: Path) -> Contents:
+    files = {p.name: p for p in sorted(path.iterdir()) if p.is_file()}
+    weights = next((files[name] for name in WEIGHT_FILES if name in files), None)
+    if CONFIG not in files or weights is None:
+        raise CheckpointError(
+            f"{path} is a folder; expected one with {CONFIG} and weights ({', '.join(WEIGHT_FILES)}), as "
+            "save_pretrained writes it",
+            "name the checkpoint's file in it",
+        )
+    return Contents(
+        path=path,
+        state=read_file(weights),
+        config=read_json(files[CONFIG]),
+        generation=read_json(files[GENERATION_CONFIG]) if GENERATION_CONFIG in files else {},
+        files=files,
+    )
+
+
+def read_file(path: Path) -> Any:
+    """The contents of a file of weights: torch.save's, safetensors, an archive of numpy arrays, or an index of shards.
+
+    Raises:
+        CheckpointError: see `read_contents`.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist", "check the path")
     if path.stat().st_size == 0:
         raise CheckpointError(f"{path} is empty", "copy it again")
+    with open(path, "rb") as file:
+        start = file.read(16)
+    if start[8:9] == b"{" and not start.startswith(b"PK"):
+        return _read_safetensors(path)
+    if start.lstrip().startswith(b"{"):
+        return _read_shards(path)
+    if start.startswith(b"PK") and _holds_arrays(path):
+        return _read_arrays(path)
+    return load_pickle(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in JSON.
+
+    Raises:
+        CheckpointError: it is something else, or cannot be read.
+    """
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="Detected pickle protocol"
-            )  # what cannot be read is refused below
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as problem:
-        raise _refusal(path, str(problem)) from problem
-    # torch.load raises whatever its reader stumbles over in a damaged file.
-    except (RuntimeError, EOFError, KeyError, IndexError, ValueError, TypeError, AttributeError, OSError) as problem:
+        if path.stat().st_size > MOST_JSON_BYTES:
+            raise CheckpointError(f"{path} has more than {MOST_JSON_BYTES:,} bytes: refused")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as problem:
+        raise CheckpointError(f"{path} is not JSON: {problem}", 'expected an object such as {"heads": 8}') from None
+    except OSError as problem:
+        raise CheckpointError(f"{path} cannot be read: {problem.strerror}", "check the path") from problem
+    if not isinstance(value, dict):
+        raise CheckpointError(f'{path} holds {type(value).__name__}; expected an object such as {{"heads": 8}}')
+    return value
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dictionary)
+    except (SafetensorError, ValueError, TypeError, OSError, RuntimeError) as problem:
         raise CheckpointError(
-            f"{path} is damaged or not a PyTorch checkpoint: {_first_line(problem)}",
+            f"{path} is not a file of safetensors, or is damaged: {problem}",
             "copy it again and compare its size and hash with the original's",
         ) from problem
 
 
-def _refusal(path: Path, message: str) -> CheckpointError:
-    classes = _classes_needed(path)
-    if classes:
-        return CheckpointError(
-            f"{path} is a pickle that needs {', '.join(classes)}; loading it could run code: refused",
-            "save the weights alone: torch.save(model.state_dict(), ...) or reference_model.save_checkpoint",
+def _read_shards(path: Path) -> dict[str, Tensor]:
+    """The tensors that an index names, each from the file beside it that it says."""
+    index = read_json(path).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+        raise CheckpointError(
+            f"{path} is JSON, and no index of shards: it has no weight_map", "name the file of the weights"
         )
-    return CheckpointError(
-        f"{path} is not a PyTorch checkpoint: {_first_line(message)}", "expected a file written by torch.save"
-    )
+    tensors: dict[str, Tensor] = {}
+    problems = []
+    for name in dict.fromkeys(index.values()):
+        if Path(name).name != name:
+            problems.append(f"{path} names {name}, which is not beside it")
+            continue
+        shard = read_file(path.parent / name)
+        if not isinstance(shard, dict):
+            problems.append(f"{path.parent / name} does not hold tensors by name")
+            continue
+        problems += [f"{key} stands in several shards" for key in shard if key in tensors]
+        tensors |= shard
+    problems += [f"{key} is in the index and in no shard" for key in index if key not in tensors]
+    if problems:
+        raise CheckpointError(problems, "copy the whole folder again")
+    return tensors
 
 
-def _classes_needed(path: Path) -> list[str]:
-    """The functions and classes that a pickle names beyond those of tensors, read without executing any of it."""
-    names: set[str] = set()
-    strings: list[str] = []
+def _holds_arrays(path: Path) -> bool:
     try:
-        for opcode, argument, _ in pickletools.genops(_pickle_bytes(path)):
-            if opcode.name == "GLOBAL":
-                names.add(str(argument).replace(" ", "."))
-            elif opcode.name == "STACK_GLOBAL":
-                names.add(".".join(strings[-2:]))
-            elif isinstance(argument, str):
-                strings.append(argument)
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile):
-        pass  # not a pickle to its end: what was found so far is told
-    harmless = ("torch._utils._rebuild", "torch.Float", "torch.Half", "torch.BFloat16", "collections.OrderedDict")
-    return sorted(name for name in names if not name.startswith(harmless))
-
-
-def _pickle_bytes(path: Path) -> bytes:
-    """The pickle in a file of torch.save, without the tensors' data; or the start of any other file."""
-    if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            name = next(n for n in archive.namelist() if n.endswith("data.pkl"))
-            with archive.open(name) as file:
-                return file.read(MOST_PICKLE_BYTES)
-    with open(path, "rb") as file:
-        return file.read(MOST_PICKLE_BYTES)
+            names = archive.namelist()
+    except zipfile.BadZipFile:
+        return False  # for the reader of pickles to refuse
+    return bool(names) and all(name.endswith(".npy") for name in names)
 
 
-def _first_line(problem: object) -> str:
-    lines = str(problem).strip().splitlines()
-    return lines[0] if lines else type(problem).__name__
+def _read_arrays(path: Path) -> dict[str, Tensor]:
+    """The arrays of an .npz file; bytes and text in it stay arrays of bytes."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                if entry.file_size > MOST_COMPRESSION * max(entry.compress_size, 1) + 1000:
+                    raise CheckpointError(f"{path}: {entry.filename} unpacks to {entry.file_size:,} bytes: refused")
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: torch.from_numpy(np.array(arrays[name])) for name in arrays.files}
+    except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile) as problem:
+        raise CheckpointError(
+            f"{path} is not an archive of plain numpy arrays, or is damaged: {problem}",
+            "copy it again and compare its size and hash with the original's",
+        ) from problem

@@ -15,25 +15,19 @@ from reference_model import Checkpoint, Transformer, TransformerConfig, Vocabula
 from reference_model import checkpoint as reference_checkpoint
 from reference_model.checkpoint import FORMAT, checkpoint_from_state
 from tfm_export.bundle import GenerationDefaults, SpecialIds
+from tfm_export.checkpoints.key_map import MOST_POSITIONS, WEIGHT_TYPES, form
+from tfm_export.checkpoints.settings import KINDS
 from tfm_export.checkpoints.source_model import SourceModel
+from tfm_export.checkpoints.vocabularies import vocabulary_files
 from tfm_export.decoding import DecodeOptions
 from tfm_export.errors import CheckpointError, RequestError
 
-# A configuration may ask for a position table of any size, which is not in the file: 2^20 rows are beyond any use.
-MOST_POSITIONS = 2**20
 # The parts of a checkpoint that are plain values, each with what it becomes.
 RECORDS = {
     "config": TransformerConfig,
     "special_ids": reference_checkpoint.SpecialIds,
     "generation": reference_checkpoint.GenerationDefaults,
 }
-KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    "int": ((int,), "an integer"),
-    "float": ((int, float), "a number"),
-    "bool": ((bool,), "true or false"),
-    "str": ((str,), "a string"),
-}
-WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def recognises(state: Any) -> bool:
@@ -104,8 +98,9 @@ def _weight_problems(config: TransformerConfig, weights: Any) -> list[str]:
         return ["its weights are not a dictionary of tensors"]
     if config.encoder_layers + config.decoder_layers > len(weights):
         return [f"its configuration has more layers than the file has tensors ({len(weights)})"]
-    if config.max_length > MOST_POSITIONS:
-        return [f"max_length {config.max_length} is more than {MOST_POSITIONS}"]
+    for name in ("max_length", "longest_target"):
+        if getattr(config, name) > MOST_POSITIONS:
+            return [f"{name} {getattr(config, name)} is more than {MOST_POSITIONS}"]
     try:
         with torch.device("meta"):
             expected = {name: tuple(w.shape) for name, w in Transformer(config).state_dict().items()}
@@ -117,15 +112,10 @@ def _weight_problems(config: TransformerConfig, weights: Any) -> list[str]:
         if name in expected and tuple(weight.shape) != expected[name]:
             problems.append(f"{name}: expected shape {list(expected[name])}, found {list(weight.shape)}")
         elif weight.layout != torch.strided or weight.dtype not in WEIGHT_TYPES or weight.is_meta:
-            problems.append(f"{name}: expected dense floating-point numbers, found {_form(weight)}")
+            problems.append(f"{name}: expected dense floating-point numbers, found {form(weight)}")
         elif count := int((~weight.float().isfinite()).sum()):
             problems.append(f"{name}: {count} of {weight.numel()} weights are not finite numbers in float32")
     return problems
-
-
-def _form(weight: Tensor) -> str:
-    names = [str(weight.dtype), *([] if weight.layout == torch.strided else [str(weight.layout)])]
-    return " ".join(name.removeprefix("torch.") for name in names) + (" without data" if weight.is_meta else "")
 
 
 def _id_problems(checkpoint: Checkpoint) -> list[str]:
@@ -143,9 +133,9 @@ def _id_problems(checkpoint: Checkpoint) -> list[str]:
         problems += [f"{name} id {value} is outside the {s} vocabulary" for s in sides if not 0 <= value < sizes[s]]
     if (checkpoint.source_vocabulary is None) != (checkpoint.target_vocabulary is None):
         problems.append("it has a vocabulary for one side only")
-    if not 1 <= checkpoint.generation.max_length <= config.max_length:
+    if not 1 <= checkpoint.generation.max_length <= config.max_target_length:
         problems.append(
-            f"generation max_length {checkpoint.generation.max_length} is not in 1..{config.max_length}, "
+            f"generation max_length {checkpoint.generation.max_length} is not in 1..{config.max_target_length}, "
             "the length of the position table"
         )
     try:
@@ -160,4 +150,4 @@ def _tokenizer(source: Vocabulary | None, target: Vocabulary | None) -> dict[str
     if source is None or target is None:
         return {}
     sides = {name: {**asdict(v), "tokens": list(v.tokens)} for name, v in (("source", source), ("target", target))}
-    return {"tokenizer.json": json.dumps({"kind": "vocabulary", **sides}, ensure_ascii=False, indent=1).encode()}
+    return vocabulary_files(sides)

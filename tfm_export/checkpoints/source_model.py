@@ -21,6 +21,7 @@ class SourceModel:
         generation: decoding defaults.
         tokenizer: the files that go into the bundle's tokenizer folder, by name; empty if the checkpoint has none.
         training: what the checkpoint says about its making.
+        settings: what the user had to say of it.
         notes: what was cast, stripped or ignored, for people.
     """
 
@@ -30,4 +31,5 @@ class SourceModel:
     generation: GenerationDefaults
     tokenizer: dict[str, bytes]
     training: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

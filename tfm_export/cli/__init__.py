@@ -27,7 +27,7 @@ COMMANDS = {
     "verify": "Compare a bundle with PyTorch.",
     "run": "Decode texts.",
     "bench": "Measure how fast a bundle decodes on this machine.",
-    "inspect": "Show what a bundle holds.",
+    "inspect": "Show what a bundle holds, or what a checkpoint tells.",
     "doctor": "Show what this machine has, and what of a bundle runs here.",
     "completion": "Print the script that completes commands in a shell.",
 }

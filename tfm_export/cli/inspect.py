@@ -1,4 +1,4 @@
-"""`tfm-export inspect`: what a bundle holds."""
+"""`tfm-export inspect`: what a bundle holds, or what a checkpoint tells."""
 
 from __future__ import annotations
 
@@ -8,25 +8,41 @@ from typing import Any
 
 import click
 
-from tfm_export.bundle import Bundle, Manifest
-from tfm_export.cli.options import bundle_argument, json_option
+from tfm_export.bundle import DEFAULT_PATH, MANIFEST, Bundle, Manifest
+from tfm_export.cli.checkpoint_options import checkpoint_options, given_settings
+from tfm_export.cli.checkpoint_report import inspect_checkpoint
+from tfm_export.cli.options import json_option
 from tfm_export.cli.reports import print_files, size_text, table
 from tfm_export.engines import ENCODER_PLAN, ENGINES, FLAVORS, plan_file, read_engine
 from tfm_export.errors import BundleError
 
 
 @click.command("inspect")
-@bundle_argument
+@click.argument("path", metavar="[PATH]", type=click.Path(path_type=Path), default=DEFAULT_PATH, required=False)
+@checkpoint_options
 @json_option
-def command(bundle: Path, as_json: bool) -> None:
-    """Show what a BUNDLE (./tfm_bundle) holds: its model, limits, variants, files, golden inputs and tools.
+def command(path: Path, as_json: bool, config: Path | None, **options: Any) -> None:
+    """Show what a bundle (./tfm_bundle) holds, or what a checkpoint tells and what it does not.
 
-    Every file is compared with the hash in its manifest.
+    Of a bundle: its model, limits, variants, files, golden inputs and tools; every file is compared with the hash in
+    its manifest. Of a checkpoint: whose it is, what was found in it, what is missing and how to say it.
 
     \b
     Example:
       tfm-export inspect my_bundle
+      tfm-export inspect checkpoint.pt --heads 8
     """
+    if path.is_file() or (path.is_dir() and not (path / MANIFEST).exists() and (path / "config.json").exists()):
+        inspect_checkpoint(path, given_settings(config, options), as_json=as_json)
+        return
+    if given := [name for name, value in {"config": config, **options}.items() if value is not None]:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise click.UsageError(f"{names}: for checkpoints, and {path} is none")
+    inspect_bundle(path, as_json=as_json)
+
+
+def inspect_bundle(bundle: Path, *, as_json: bool) -> None:
+    """Print what a bundle holds."""
     opened = Bundle.open(bundle)
     manifest = opened.manifest
     if as_json:
@@ -121,7 +137,7 @@ def _sections(manifest: Manifest) -> dict[str, dict[str, Any]]:
         },
         "special ids": {
             "padding": special.pad,
-            "start": special.bos,
+            "start": f"{special.bos}, {'also' if special.source_starts_with_bos else 'not'} at the start of sources",
             "end": f"{special.eos}, {'also' if special.source_ends_with_eos else 'not'} at the end of sources",
             "unknown": "none" if special.unk is None else special.unk,
         },
@@ -129,6 +145,7 @@ def _sections(manifest: Manifest) -> dict[str, dict[str, Any]]:
             "longest target": f"{generation.max_length} tokens",
             "beam size": generation.beam_size,
             "length penalty": generation.length_penalty,
+            **_flat(generation.options),
         },
         "golden inputs": _flat(manifest.golden),
         "made with": dict(manifest.tools),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import click
 
 from tfm_export.bundle import DEFAULT_PATH
+from tfm_export.cli.checkpoint_options import checkpoint_options, given_settings
 from tfm_export.cli.files import read_texts
 from tfm_export.cli.options import force_option, json_option
 from tfm_export.cli.progress import Stopwatch
@@ -45,6 +46,7 @@ from tfm_export.staging import check_target
     help="Also write generate.onnx: the whole greedy decode in one call, for any language (see generate-graph).",
 )
 @click.option("--no-verify", is_flag=True, help="Do not compare with PyTorch.")
+@checkpoint_options
 @force_option
 @json_option
 def command(
@@ -59,8 +61,13 @@ def command(
     no_verify: bool,
     force: bool,
     as_json: bool,
+    config: Path | None,
+    **options: Any,
 ) -> None:
     """Export CHECKPOINT to a bundle: an encoder graph and a decoder-step graph with a cache, verified against PyTorch.
+
+    CHECKPOINT is a file of weights, or a folder with config.json. What it does not say of itself is asked for by name;
+    see docs/checkpoints.md.
 
     \b
     Example:
@@ -80,6 +87,7 @@ def command(
         bundle, report = export_bundle(
             checkpoint,
             output,
+            settings=given_settings(config, options),
             inputs=None if inputs is None else read_texts(inputs),
             max_source_length=max_source_length,
             max_target_length=max_target_length,

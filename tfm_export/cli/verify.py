@@ -45,7 +45,8 @@ def command(bundle: Path, checkpoint: Path | None, gpu: int | None, threads: int
         require("torch", extra="export")
         from tfm_export.checkpoints import read_checkpoint
 
-        reference = read_checkpoint(checkpoint).model
+        # What its file does not say is what was said when it was exported.
+        reference = read_checkpoint(checkpoint, opened.manifest.model.get("settings")).model
     from tfm_export.verify import PARITY, PARITY_GPU, reports_json, verify_gpu, verify_variant, write_reports
 
     left_out: list[str] = []

@@ -65,11 +65,11 @@ class GoldenSet:
 def synthetic_sources(model: Transformer, special: SpecialIds, limits: Limits, seed: int = 0) -> list[Source]:
     """Random ids of random lengths; they end as real sources do."""
     rng = np.random.default_rng(seed)
-    end = [special.eos] * special.source_ends_with_eos
-    longest = min(SYNTHETIC_LENGTH, limits.max_source_length) - len(end)
+    start, end = [special.bos] * special.source_starts_with_bos, [special.eos] * special.source_ends_with_eos
+    longest = max(min(SYNTHETIC_LENGTH, limits.max_source_length) - len(start) - len(end), 0)
     lengths = rng.integers(min(1, longest), longest + 1, SYNTHETIC_COUNT)
     size = model.config.source_vocabulary_size
-    return [(None, [*map(int, rng.integers(0, size, n)), *end]) for n in lengths]
+    return [(None, [*start, *map(int, rng.integers(0, size, n)), *end]) for n in lengths]
 
 
 def real_sources(lines: Sequence[str], tokenizer: Tokenizer) -> list[Source]:

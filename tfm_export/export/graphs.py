@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from torch.onnx import ops
 
 from reference_model import Transformer
-from reference_model.model import DecoderLayer, EncoderLayer, MultiHeadAttention
+from reference_model.model import DecoderLayer, EncoderLayer, MultiHeadAttention, PositionalEncoding, RelativePositions
 from tfm_export.graph import OPSET
+
+# What hides a key in a mask that holds biases too: the lowest number of float16, so that variants in it have it too.
+HIDDEN = -65504.0
 
 
 class Affine(nn.Module):
@@ -44,17 +47,65 @@ class TiedProjection(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """The operator `Attention`: [B, H, Q, D] and [B, H, K, D] under a bool mask [B, 1, Q, K] -> [B, H, Q, D]."""
+class Embed(nn.Module):
+    """Ids to rows: scaled embeddings with their positions, and normalised where the model does that."""
+
+    def __init__(self, embedding: nn.Embedding, scale: float, positions: PositionalEncoding) -> None:
+        super().__init__()
+        self.embedding, self.scale = embedding, scale
+        self.table, self.norm = positions.table, positions.norm
+
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Ids [B, T] -> [R, M]; the positions [B, T] are 0..T-1 unless they are given."""
+        x: Tensor = self.embedding(ids)
+        if self.scale != 1:
+            x = x * self.scale
+        if self.table is not None:
+            rows = self.table[: ids.size(1)] if positions is None else nn.functional.embedding(positions, self.table)
+            x = x + rows
+        normalised: Tensor = self.norm(x.reshape(-1, x.size(2)))
+        return normalised
+
+
+class RelativeMask(nn.Module):
+    """A mask that holds the biases of relative positions: float, as the operator `Attention` adds it to the scores.
+
+    The buckets are those of PyTorch: the graph looks a distance up in a table of biases and computes no logarithm.
+    """
+
+    def __init__(self, relative: RelativePositions) -> None:
+        super().__init__()
+        self.nearest, self.farthest = -relative.max_distance, relative.max_distance if relative.both_ways else 0
+        distances = torch.arange(self.nearest, self.farthest + 1)
+        self.bias = nn.Parameter(relative.bias(relative.buckets(distances)).detach())  # [distances, H]
+
+    def forward(self, mask: Tensor, distance: Tensor) -> Tensor:
+        """Bool mask [B, 1, Q, K], key position minus query position [B or 1, Q, K] -> float mask [B, H, Q, K]."""
+        places = distance.clamp(self.nearest, self.farthest) - self.nearest
+        bias = nn.functional.embedding(places, self.bias).permute(0, 3, 1, 2)
+        return torch.where(mask, bias, HIDDEN)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaled: bool = True) -> Tensor:
+    """The operator `Attention`: [B, H, Q, D] and [B, H, K, D] under a mask [B, 1 or H, Q, K] -> [B, H, Q, D]."""
     attended: Tensor = ops.symbolic(
-        "Attention", (query, key, value, mask), dtype=query.dtype, shape=query.shape, version=OPSET
+        "Attention",
+        (query, key, value, mask),
+        attrs={} if scaled else {"scale": 1.0},
+        dtype=query.dtype,
+        shape=query.shape,
+        version=OPSET,
     )
     return attended
 
 
-def attend_with_weights(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def attend_with_weights(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaled: bool
+) -> tuple[Tensor, Tensor]:
     """`attend` in primitive operators, which also gives the weights [B, H, Q, K] that the operator keeps to itself."""
-    scores = query @ key.transpose(-2, -1) / math.sqrt(query.size(-1))
+    scores = query @ key.transpose(-2, -1)
+    if scaled:
+        scores = scores / math.sqrt(query.size(-1))
     weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)
     return weights @ value, weights
 
@@ -77,31 +128,36 @@ class Attention(nn.Module):
 
     def __init__(self, attention: MultiHeadAttention, *, keys_values: bool = True) -> None:
         super().__init__()
-        self.heads, self.head_size = attention.heads, attention.head_size
+        self.heads, self.head_size, self.scaled = attention.heads, attention.head_size, attention.scaled
         self.query, self.output = Affine(attention.W_q), Affine(attention.W_o)
         if keys_values:
             self.key, self.value = Affine(attention.W_k), Affine(attention.W_v)
 
     def split_heads(self, x: Tensor, batch: int) -> Tensor:
-        """[R, M] -> [B, H, T, D]."""
+        """[R, H x D] -> [B, H, T, D]."""
         return x.view(batch, -1, self.heads, self.head_size).transpose(1, 2)
 
     def merge_heads(self, x: Tensor) -> Tensor:
-        """[B, H, T, D] -> [R, M]."""
+        """[B, H, T, D] -> [R, H x D]."""
         return x.transpose(1, 2).reshape(-1, self.heads * self.head_size)
 
 
 class FeedForward(nn.Module):
-    """activation(x W_1 + b_1) W_2 + b_2."""
+    """activation(x W_1 + b_1) W_2 + b_2; gated, the activation is multiplied by x W_gate + b_gate."""
 
     def __init__(self, layer: EncoderLayer | DecoderLayer) -> None:
         super().__init__()
         self.expand, self.contract = Affine(layer.feed_forward.W_1), Affine(layer.feed_forward.W_2)
+        gate = layer.feed_forward.W_gate
+        self.gate = None if gate is None else Affine(gate)
         self.activation = layer.feed_forward.activation
 
     def forward(self, x: Tensor) -> Tensor:
         """[R, M] -> [R, M]."""
-        y: Tensor = self.contract(self.activation(self.expand(x)))
+        hidden = self.activation(self.expand(x))
+        if self.gate is not None:
+            hidden = hidden * self.gate(x)
+        y: Tensor = self.contract(hidden)
         return y
 
 
@@ -115,12 +171,12 @@ class EncoderGraphLayer(nn.Module):
         self.feed_forward_residual = layer.feed_forward_residual
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """x [R, M], mask [B, 1, S, S] -> x."""
+        """x [R, M], mask [B, 1 or H, S, S] -> x."""
         attention, batch = self.self_attention, mask.size(0)
         y = self.self_attention_residual.before(x)
         projections = (attention.query, attention.key, attention.value)
         query, key, value = (attention.split_heads(project(y), batch) for project in projections)
-        y = attention.output(attention.merge_heads(attend(query, key, value, mask)))
+        y = attention.output(attention.merge_heads(attend(query, key, value, mask, scaled=attention.scaled)))
         x = self.self_attention_residual.after(x, y)
         y = self.feed_forward(self.feed_forward_residual.before(x))
         return self.feed_forward_residual.after(x, y)
@@ -133,8 +189,9 @@ class EncoderGraph(nn.Module):
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
-        self.embedding, self.norm = model.source_embedding, model.encoder_norm
-        self.scale, self.table = math.sqrt(model.config.d_model), model.positional_encoding.table
+        self.embed = Embed(model.source_embedding, model.embedding_scale, model.source_positions)
+        self.relative = None if model.encoder_relative is None else RelativeMask(model.encoder_relative)
+        self.norm = model.encoder_norm
         self.layers = nn.ModuleList(EncoderGraphLayer(layer) for layer in model.encoder_layers)
         attentions = (Attention(layer.cross_attention) for layer in model.decoder_layers)
         self.cross = nn.ModuleList(attentions)  # type: ignore[assignment]
@@ -142,10 +199,12 @@ class EncoderGraph(nn.Module):
     def forward(self, source_ids: Tensor, source_mask: Tensor) -> list[Tensor]:
         """source_ids [B, S], source_mask [B, S] -> the key and value [B, H, S, D] of every decoder layer in turn."""
         batch, length = source_ids.shape
-        x = self.embedding(source_ids) * self.scale + self.table[:length]
-        x = x.reshape(-1, x.size(2))
+        x = self.embed(source_ids)
         # ONNX Runtime's CPU Attention does not broadcast the query axis of a mask.
         mask = source_mask[:, None, None, :].expand(batch, 1, length, length)
+        if self.relative is not None:
+            position = torch.arange(length)
+            mask = self.relative(mask, (position - position[:, None])[None])
         for layer in self.layers:
             x = layer(x, mask)
         memory = self.norm(x)
@@ -173,7 +232,7 @@ class DecoderGraphLayer(nn.Module):
         cross: tuple[Tensor, Tensor],
         cross_weights: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [R, M], masks [B, 1, Q, C] and [B, 1, Q, S], cache [B, H, C, D], cross [B, H, S, D].
+        """x [R, M], masks [B, 1 or H, Q, C] and [B, 1, Q, S], cache [B, H, C, D], cross [B, H, S, D].
 
         Args:
             x: the decoder's stream.
@@ -193,14 +252,14 @@ class DecoderGraphLayer(nn.Module):
             attention.split_heads(project(y), batch) for project in (attention.query, attention.key, attention.value)
         )
         key, value = scatter(cache[0], new_key, write_index), scatter(cache[1], new_value, write_index)
-        y = attention.output(attention.merge_heads(attend(query, key, value, self_mask)))
+        y = attention.output(attention.merge_heads(attend(query, key, value, self_mask, scaled=attention.scaled)))
         x = self.self_attention_residual.after(x, y)
         attention = self.cross_attention
         query = attention.split_heads(attention.query(self.cross_attention_residual.before(x)), batch)
         if cross_weights is None:
-            attended = attend(query, *cross, cross_mask)
+            attended = attend(query, *cross, cross_mask, scaled=attention.scaled)
         else:
-            attended, weights = attend_with_weights(query, *cross, cross_mask)
+            attended, weights = attend_with_weights(query, *cross, cross_mask, scaled=attention.scaled)
             cross_weights.append(weights)
         x = self.cross_attention_residual.after(x, attention.output(attention.merge_heads(attended)))
         y = self.feed_forward(self.feed_forward_residual.before(x))
@@ -219,8 +278,9 @@ class DecoderStepGraph(nn.Module):
     def __init__(self, model: Transformer, candidates: int, attention_layer: int | None = None) -> None:
         super().__init__()
         self.attention_layer = attention_layer
-        self.embedding, self.norm, self.candidates = model.target_embedding, model.decoder_norm, candidates
-        self.scale, self.table = math.sqrt(model.config.d_model), model.positional_encoding.table
+        self.embed = Embed(model.target_embedding, model.embedding_scale, model.target_positions)
+        self.relative = None if model.decoder_relative is None else RelativeMask(model.decoder_relative)
+        self.norm, self.output_scale, self.candidates = model.decoder_norm, model.output_scale, candidates
         self.layers = nn.ModuleList(DecoderGraphLayer(layer) for layer in model.decoder_layers)
         tied = model.config.tie_projection
         self.projection = TiedProjection(model.projection) if tied else Affine(model.projection)
@@ -237,8 +297,11 @@ class DecoderStepGraph(nn.Module):
     ) -> tuple[Tensor, ...]:
         """See `tfm_export.graph.decoder_step_inputs` and `decoder_step_outputs`; keys and values alternate."""
         batch, queries = target_ids.shape
-        x = self.embedding(target_ids) * self.scale + nn.functional.embedding(positions, self.table)
-        x = x.reshape(-1, x.size(2))
+        x = self.embed(target_ids, positions)
+        if self.relative is not None:
+            # Slot j is not position j, but the slots that a query sees are in the order of their positions.
+            key_positions = self_mask[:, 0].long().cumsum(-1) - 1
+            self_mask = self.relative(self_mask, key_positions - positions[:, :, None])
         cross_mask = source_mask[:, None, None, :].expand(batch, 1, queries, source_mask.size(1))
         updated: list[Tensor] = []
         weights: list[Tensor] = []
@@ -247,7 +310,10 @@ class DecoderStepGraph(nn.Module):
             wanted = weights if i == self.attention_layer else None
             x, key, value = layer(x, write_index, self_mask, cross_mask, cache, keys_values, wanted)
             updated += [key, value]
-        logits = self.projection(self.norm(x)).view(batch, queries, -1)
+        x = self.norm(x)
+        if self.output_scale != 1:
+            x = x * self.output_scale
+        logits = self.projection(x).view(batch, queries, -1)
         log_probs = logits.log_softmax(-1)
         top_log_probs, top_ids = log_probs.topk(self.candidates, -1)
         # Every token's logit is above its log-probability by the same amount: the first one's tells it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ def export_bundle(
     checkpoint: str | Path,
     path: str | Path,
     *,
+    settings: Mapping[str, Any] | None = None,
     inputs: Sequence[str] | None = None,
     max_source_length: int | None = None,
     max_target_length: int | None = None,
@@ -38,8 +39,9 @@ def export_bundle(
     """Export a checkpoint and verify the result.
 
     Args:
-        checkpoint: the file.
+        checkpoint: the file, or a folder with a configuration and weights.
         path: the bundle to write.
+        settings: what the checkpoint does not say of itself; see `checkpoints.read_checkpoint`.
         inputs: real source texts for the golden set; without them it is synthetic.
         max_source_length: the longest source, its end token included; the position table's length by default.
         max_target_length: the longest target, its end token included; likewise.
@@ -61,7 +63,7 @@ def export_bundle(
     path = Path(path)
     check_target(path, force=force, inputs=[Path(checkpoint)])
     progress(f"reading {checkpoint}")
-    source = read_checkpoint(checkpoint)
+    source = read_checkpoint(checkpoint, settings)
     limits = _limits(source, max_source_length, max_target_length)
     attention_layer = _layer(source, attention_layer)
     manifest = Manifest(
@@ -88,16 +90,20 @@ def export_bundle(
 
 
 def _limits(source: SourceModel, max_source_length: int | None, max_target_length: int | None) -> Limits:
-    table = source.model.config.max_length
-    asked = {"max source length": max_source_length, "max target length": max_target_length}
+    config = source.model.config
+    longest = {"source": config.max_length, "target": config.max_target_length}
+    asked = {"source": max_source_length, "target": max_target_length}
     problems = [
-        f"{name} must be from 1 to {table}, the length of the position table; found {value}"
-        for name, value in asked.items()
-        if value is not None and not 1 <= value <= table
+        f"max {side} length must be from 1 to {longest[side]}, the longest that the model takes; found {value}"
+        for side, value in asked.items()
+        if value is not None and not 1 <= value <= longest[side]
     ]
     if problems:
         raise ExportError(problems)
-    return Limits(max_source_length=max_source_length or table, max_target_length=max_target_length or table)
+    return Limits(
+        max_source_length=max_source_length or longest["source"],
+        max_target_length=max_target_length or longest["target"],
+    )
 
 
 def _layer(source: SourceModel, layer: int | None) -> int | None:
@@ -115,6 +121,7 @@ def _facts(source: SourceModel) -> dict[str, Any]:
         "configuration": asdict(source.model.config),
         "parameters": sum(p.numel() for p in source.model.parameters()),
         "training": {name: fact for name, fact in source.training.items() if isinstance(fact, str | int | float)},
+        "settings": source.settings,
         "notes": source.notes,
     }
 

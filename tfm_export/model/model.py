@@ -370,6 +370,7 @@ class Model:
             "max_decoding_length": generation.max_length,
             "beam_size": 1 if samples else generation.beam_size,
             "length_penalty": generation.length_penalty,
+            **generation.options,
         }
         return {name: value for name, value in defaults.items() if name not in given}
 

@@ -6,7 +6,6 @@ type. With float64 it tells what rounding costs the others. Letters as in `step_
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -55,8 +54,7 @@ class TorchModel:
             head_size=config.head_size,
             candidates=min(candidates, config.target_vocabulary_size),
         )
-        length = config.max_length
-        self.limits = limits or Limits(max_source_length=length, max_target_length=length)
+        self.limits = limits or Limits(max_source_length=config.max_length, max_target_length=config.max_target_length)
         self.attention_layer = attention_layer
 
     @property
@@ -146,15 +144,17 @@ class TorchSentences:
         """Logits [B, Q, V] and every layer's cross-attention weights [B, H, Q, S]."""
         model = self.model.model
         weights: list[Tensor] = []
-        x = model.target_embedding(target_ids) * math.sqrt(model.config.d_model)
-        x = x + model.positional_encoding.table[positions]
+        x, bias = model.embed_target(target_ids, positions), None
+        if model.decoder_relative is not None:
+            # The slots that a query sees are in the order of their positions.
+            bias = model.decoder_relative(self_mask[:, 0].cumsum(-1) - 1 - positions[:, :, None])
         for i, layer in enumerate(self.model.decoder_layers):
             y = layer.self_attention_residual.before(x)
             keys_values = self.caches[2 * i : 2 * i + 2]
             for cache, new in zip(keys_values, layer.self_attention.keys_values(y), strict=True):
                 for row, slot in enumerate(write_index.tolist()):
                     cache[row, :, slot : slot + new.size(2)] = new[row]
-            y, _ = layer.self_attention.attend(y, keys_values[0], keys_values[1], self_mask)
+            y, _ = layer.self_attention.attend(y, keys_values[0], keys_values[1], self_mask, bias)
             x = layer.self_attention_residual.after(x, y)
             y = layer.cross_attention_residual.before(x)
             cross_mask = self.source_mask[:, None, None, :]
@@ -163,7 +163,7 @@ class TorchSentences:
             x = layer.cross_attention_residual.after(x, y)
             y = layer.feed_forward(layer.feed_forward_residual.before(x))
             x = layer.feed_forward_residual.after(x, y)
-        return model.projection(model.decoder_norm(x)), weights
+        return model.project(x), weights
 
     @torch.inference_mode()
     def grow(self, capacity: int) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 from tfm_export.bundle import TOKENIZER, Bundle
 from tfm_export.errors import BundleError
 
-KINDS = {"vocabulary": "tfm_export.tokenizer.vocabulary"}
+KINDS = {kind: f"tfm_export.tokenizer.{kind}" for kind in ("vocabulary", "pieces", "huggingface")}
 FILE = f"{TOKENIZER}/tokenizer.json"
 
 

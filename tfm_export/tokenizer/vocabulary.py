@@ -39,6 +39,10 @@ class Side:
             return text.split()
         return [c for c in text.strip() for _ in (c.lower() if self.lowercase else c)]  # some lower cases are longer
 
+    def join(self, tokens: Sequence[str]) -> str:
+        """The text of tokens."""
+        return ("" if self.split == "characters" else " ").join(tokens)
+
     def names(self, ids: Sequence[int]) -> list[str]:
         """The tokens of ids.
 
@@ -72,11 +76,12 @@ class VocabularyTokenizer:
         """The ids of a source text, with the end token where the model wants it; see `Tokenizer.encode_source`."""
         if not (ids := self._encode(text, self._source, self._source_ids)):
             raise RequestError("the text is empty")
-        return [*ids, self._special.eos] if self._special.source_ends_with_eos else ids
+        special = self._special
+        return [*[special.bos] * special.source_starts_with_bos, *ids, *[special.eos] * special.source_ends_with_eos]
 
     def split_source(self, text: str) -> list[str]:
         """The tokens of a source text as they stand in it; see `Tokenizer.split_source`."""
-        return self._source.pieces(text)
+        return [*[""] * self._special.source_starts_with_bos, *self._source.pieces(text)]
 
     def encode_target(self, text: str) -> list[int]:
         """The ids of a target text, without start and end token; see `Tokenizer.encode_target`."""
@@ -90,7 +95,7 @@ class VocabularyTokenizer:
             for place, (i, token) in enumerate(zip(ids, self._target.names(ids), strict=True))
             if i not in left_out
         ]
-        return ("" if self._target.split == "characters" else " ").join(tokens)
+        return self._target.join(tokens)
 
     def _encode(self, text: str, side: Side, ids: Mapping[str, int]) -> list[int]:
         tokens = side.tokenize(text)

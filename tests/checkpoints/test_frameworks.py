@@ -1,0 +1,282 @@
+"""Checkpoints of translation frameworks: fairseq's, OpenNMT-py's, Marian's."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ctranslate2.converters
+import numpy as np
+import pytest
+import torch
+from ctranslate2 import Translator
+from torch import Tensor
+
+from reference_model import Transformer
+from tests.checkpoints.parity import assert_same_model
+from tests.checkpoints.test_huggingface import Theirs, build
+from tfm_export.checkpoints import read_checkpoint
+from tfm_export.decoding import DecodeOptions, generate
+from tfm_export.errors import CheckpointError
+from tfm_export.runtime.torch_model import TorchModel
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@pytest.mark.parametrize("name", ["relu", "gated", "rms"])
+@torch.inference_mode()
+def test_opennmt_checkpoints_give_what_opennmt_computed(name: str) -> None:
+    path = FIXTURES / f"opennmt_{name}.pt"
+    source = read_checkpoint(path)
+    with torch.serialization.safe_globals([Namespace]):
+        expected = torch.load(path, weights_only=True)["expected"]
+    mask = torch.arange(6) < expected["lengths"][:, None]
+    logits = source.model(expected["source_ids"], mask, expected["target_ids"])
+    # Measured on one machine: the same to the last bit. Theirs is a float32 run of another's.
+    torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=1e-5)
+    special = source.special_ids
+    assert (special.pad, special.bos, special.eos, special.unk) == (1, 2, 3, 0)
+    assert not special.source_ends_with_eos
+    assert [*source.tokenizer] == ["tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"max_relative_positions": 20}, "max_relative_positions is 20, which is not supported"),
+        ({"copy_attn": True}, "copy_attn is True"),
+        ({"pos_ffn_activation_fn": "mish"}, "pos_ffn_activation_fn 'mish' is not known"),
+        ({"heads": 3}, "d_model must be a multiple of heads, found 8 and 3"),
+    ],
+)
+def test_opennmt_options_that_do_not_fit_are_refused(tmp_path: Path, options: dict[str, Any], problem: str) -> None:
+    with torch.serialization.safe_globals([Namespace]):
+        state = torch.load(FIXTURES / "opennmt_rms.pt", weights_only=True)
+    vars(state["opt"]).update(options)
+    torch.save(state, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=problem):
+        read_checkpoint(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("name", ["sinusoids", "learned"])
+@torch.inference_mode()
+def test_fairseq_checkpoints_give_what_fairseq_computed_and_generated(name: str) -> None:
+    path = FIXTURES / f"fairseq_{name}.pt"
+    source = read_checkpoint(path)
+    with torch.serialization.safe_globals([Namespace]):
+        expected = torch.load(path, weights_only=True)["expected"]
+    mask = torch.arange(6) < expected["lengths"][:, None]
+    logits = source.model(expected["source_ids"], mask, expected["target_ids"])
+    torch.testing.assert_close(
+        logits, expected["logits"], rtol=0, atol=3e-5
+    )  # measured: 8.4e-6 at most, of logits up to 11
+    model = TorchModel(source.model)
+    sources = [row[:n].tolist() for row, n in zip(expected["source_ids"], expected["lengths"], strict=True)]
+    options = DecodeOptions(max_decoding_length=15, **source.generation.options)
+    results = generate(model, sources, options, source.special_ids)
+    # They force an end token on the 16th place.
+    assert [result.hypotheses[0].tokens for result in results] == [tokens[:15] for tokens in expected["generated"]]
+
+
+def as_fairseq(model: Any, arguments: dict[str, Any], *, new: bool = False) -> dict[str, Any]:
+    """A model of transformers in fairseq's layout, from which transformers' own conversions start."""
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        short = name.removeprefix("model.")
+        if short == "lm_head.weight":
+            state["decoder.output_projection.weight"] = tensor
+        elif short not in {"final_logits_bias", "shared.weight"}:
+            state[short] = tensor
+    for stack in ("encoder", "decoder"):
+        if f"{stack}.embed_positions.weight" not in state:
+            state[f"{stack}.embed_positions._float_tensor"] = torch.zeros(1)
+    state["encoder.version"] = torch.tensor([3.0])
+    values = Namespace(**arguments)
+    beside = {"args": None, "cfg": {"model": values}} if new else {"args": values, "cfg": None}
+    return {**beside, "model": state, "optimizer_history": [], "extra_state": {"epoch": 3}, "last_optimizer_state": {}}
+
+
+FAIRSEQ = {
+    # M2M-100 is fairseq's Transformer with its sinusoids, pre-norm; BART is the same with learned positions, post-norm.
+    "m2m_100": {"max_source_positions": 40, "max_target_positions": 30, "activation_fn": "relu"},
+    "bart": {"activation_fn": "gelu", "no_scale_embedding": True},
+    "mbart": {"activation_fn": "gelu"},
+}
+
+
+@pytest.mark.parametrize("new", [False, True], ids=["args", "cfg"])
+@pytest.mark.parametrize("name", FAIRSEQ)
+def test_fairseq_checkpoints(tmp_path: Path, name: str, *, new: bool) -> None:
+    model = build(name)
+    if hasattr(model, "final_logits_bias"):
+        model.final_logits_bias.zero_()
+    arguments = {"encoder_attention_heads": 3, "decoder_attention_heads": 3, **FAIRSEQ[name]}
+    torch.save(as_fairseq(model, arguments, new=new), tmp_path / "checkpoint_best.pt")
+    source = read_checkpoint(tmp_path / "checkpoint_best.pt")
+    assert_same_model(source.model, Theirs(model), pad=1, source=20, target=17)
+    assert source.model.config.share_embeddings
+    if name == "m2m_100":
+        assert (source.model.config.max_length, source.model.config.max_target_length) == (40, 30)
+    assert (source.special_ids.bos, source.special_ids.eos) == (2, 2)
+    assert source.generation.options["suppress_sequences"] == [[1]]
+
+
+def test_fairseq_checkpoints_without_arguments_are_asked_for_them(tmp_path: Path) -> None:
+    model = build("m2m_100")
+    torch.save({"model": as_fairseq(model, {})["model"]}, tmp_path / "bare.pt")
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(tmp_path / "bare.pt")
+    assert all(name in str(caught.value) for name in ("heads:", "activation:", "scale_embeddings:"))
+    source = read_checkpoint(
+        tmp_path / "bare.pt",
+        {"heads": 3, "activation": "relu", "scale_embeddings": True, "max_length": 50, "longest_target": 45},
+    )
+    assert_same_model(source.model, Theirs(model), pad=1)
+    assert source.model.config.max_target_length == 45
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"activation_fn": "tanh"}, "activation_fn 'tanh' is not known"),
+        ({"encoder_attention_heads": 4}, "as many heads in both stacks"),
+        ({"adaptive_softmax_cutoff": "10,20"}, "adaptive_softmax_cutoff is '10,20', which is not supported"),
+    ],
+)
+def test_fairseq_arguments_that_do_not_fit_are_refused(tmp_path: Path, arguments: dict[str, Any], problem: str) -> None:
+    given = {"encoder_attention_heads": 3, "decoder_attention_heads": 3, **arguments}
+    torch.save(as_fairseq(build("m2m_100"), given), tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=problem):
+        read_checkpoint(tmp_path / "model.pt")
+
+
+MARIAN_OPTIONS = {
+    "type": "transformer",
+    "transformer-heads": 2,
+    "transformer-ffn-activation": "swish",
+    "transformer-decoder-autoreg": "self-attention",
+    "transformer-no-projection": "false",
+    "transformer-guided-alignment-layer": "last",
+    "enc-depth": 1,
+    "dec-depth": 2,
+}
+POST = {"transformer-preprocess": '""', "transformer-postprocess": "dan", "transformer-postprocess-emb": "d"}
+PRE = {
+    "transformer-preprocess": "n",
+    "transformer-postprocess": "da",
+    "transformer-postprocess-top": "n",
+    "transformer-postprocess-emb": "d",
+}
+V, WIDTH, INNER = 13, 8, 10
+
+
+def marian_arrays(*, pre_norm: bool, separate: bool, learned: bool = False, **options: Any) -> dict[str, np.ndarray]:
+    """Random weights under Marian's names, as its source gives them."""
+    rng = np.random.default_rng(4)
+    shapes = dict(marian_shapes(pre_norm=pre_norm, separate=separate, learned=learned))
+    arrays = {name: rng.normal(0, 0.5, shape).astype(np.float32) for name, shape in shapes.items()}
+    lines = {**MARIAN_OPTIONS, **(PRE if pre_norm else POST), **options}
+    text = "dim-vocabs:\n  - 13\n  - 13\n" + "".join(f"{name}: {value}\n" for name, value in lines.items()) + "\0"
+    arrays["special:model.yml"] = np.frombuffer(text.encode(), np.int8)
+    return arrays
+
+
+def marian_shapes(*, pre_norm: bool, separate: bool, learned: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The name and shape of every weight."""
+    suffix = "_pre" if pre_norm else ""
+    for name in ("encoder_Wemb", "decoder_Wemb") if separate else ("Wemb",):
+        yield name, (V, WIDTH)
+    if learned:
+        yield "Wpos", (30, WIDTH)
+    layers = [("encoder_l1", ("self",)), ("decoder_l1", ("self", "context")), ("decoder_l2", ("self", "context"))]
+    for layer, attentions in layers:
+        linears = {f"{layer}_{attention}_{{}}{part}": (WIDTH, WIDTH) for attention in attentions for part in "qkvo"}
+        linears |= {f"{layer}_ffn_{{}}1": (WIDTH, INNER), f"{layer}_ffn_{{}}2": (INNER, WIDTH)}
+        for name, shape in linears.items():
+            yield name.format("W"), shape
+            yield name.format("b"), (1, shape[1])
+        for norm in (*(f"{attention}_Wo" for attention in attentions), "ffn_ffn"):
+            yield f"{layer}_{norm}_ln_scale{suffix}", (1, WIDTH)
+            yield f"{layer}_{norm}_ln_bias{suffix}", (1, WIDTH)
+    for stack in ("encoder", "decoder") if pre_norm else ():
+        yield f"{stack}_top_ln_scale", (1, WIDTH)
+        yield f"{stack}_top_ln_bias", (1, WIDTH)
+    yield "decoder_ff_logit_out_b", (1, V)
+    if separate:
+        yield "decoder_ff_logit_out_Wt", (V, WIDTH)
+
+
+@pytest.fixture
+def marian_scores(tmp_path: Path) -> Callable[[Path, list[list[int]], list[list[int]]], list[list[float]]]:
+    """CTranslate2's log-probability of every token of targets, by its own conversion of the same file."""
+
+    def scores(path: Path, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
+        tokens = ["</s>", "<unk>", *(f"t{i}" for i in range(2, V))]
+        (tmp_path / "vocab.yml").write_text("".join(f'"{token}": {i}\n' for i, token in enumerate(tokens)))
+        converter = ctranslate2.converters.MarianConverter(str(path), [str(tmp_path / "vocab.yml")] * 2)
+        translator = Translator(converter.convert(str(tmp_path / "ct2"), force=True))
+        names = [[[tokens[i] for i in ids] for ids in side] for side in (sources, targets)]
+        return [result.log_probs for result in translator.score_batch(*names)]
+
+    return scores
+
+
+@pytest.mark.parametrize("pre_norm", [False, True], ids=["post-norm", "pre-norm"])
+@pytest.mark.parametrize("separate", [False, True], ids=["tied", "separate"])
+@torch.inference_mode()
+def test_marian_checkpoints_score_as_ctranslate2_does(
+    tmp_path: Path, marian_scores: Callable[..., list[list[float]]], *, pre_norm: bool, separate: bool
+) -> None:
+    """With learned positions: for sinusoids CTranslate2 takes the paper's frequencies, which are not Marian's."""
+    path = tmp_path / "model.npz"
+    np.savez(path, **marian_arrays(pre_norm=pre_norm, separate=separate, learned=True))
+    source = read_checkpoint(path)
+    sources, targets = [[2, 3, 4, 5], [7], [8, 12, 9]], [[5, 6], [3, 4, 2], [11]]
+    expected = marian_scores(path, sources, targets)
+    start = V
+    assert source.special_ids.bos == start
+    for source_ids, target, theirs in zip(sources, targets, expected, strict=True):
+        ids = torch.tensor([[*source_ids, 0]])
+        logits = scaled(source.model)(ids, torch.ones_like(ids, dtype=torch.bool), torch.tensor([[start, *target]]))
+        log_probs = logits.log_softmax(-1)[0]
+        ours = [log_probs[t, token].item() for t, token in enumerate([*target, 0])]
+        # CTranslate2 adds 1e-5 to the variance, Marian 1e-6. Measured: 6.7e-6 at most.
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+        assert log_probs[:, start].max() < -1000
+
+
+def scaled(model: Transformer) -> Transformer:
+    """CTranslate2 scales embeddings whatever the positions are; Marian does where they are sinusoids alone."""
+    from dataclasses import replace
+
+    model.config = replace(model.config, scale_embeddings=True)
+    return model
+
+
+def test_marians_sinusoids_are_those_of_its_source(tmp_path: Path) -> None:
+    np.savez(tmp_path / "model.npz", **marian_arrays(pre_norm=False, separate=False))
+    source = read_checkpoint(tmp_path / "model.npz", {"max_length": 20})
+    table = source.model.state_dict()["source_positions.table"]
+    assert source.model.config.scale_embeddings
+    for position in (0, 1, 7, 19):
+        for i in range(4):
+            angle = position * np.exp(-i * np.log(10000.0) / 3)
+            assert table[position, i].item() == pytest.approx(np.sin(angle), abs=1e-5)
+            assert table[position, 4 + i].item() == pytest.approx(np.cos(angle), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"type": "s2s"}, "type must be transformer, found s2s"),
+        ({"transformer-decoder-autoreg": "rnn"}, "transformer-decoder-autoreg must be self-attention, found rnn"),
+        ({"transformer-ffn-activation": "gelu"}, "transformer-ffn-activation gelu is not known"),
+        ({"transformer-heads": 3}, "multiple of heads"),
+    ],
+)
+def test_marian_options_that_do_not_fit_are_refused(tmp_path: Path, options: dict[str, Any], problem: str) -> None:
+    np.savez(tmp_path / "model.npz", **marian_arrays(pre_norm=False, separate=False, **options))
+    with pytest.raises(CheckpointError, match=problem):
+        read_checkpoint(tmp_path / "model.npz")

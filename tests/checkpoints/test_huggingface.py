@@ -1,0 +1,244 @@
+"""Folders of Hugging Face: models of random weights against transformers' own forward pass and `generate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from tests.checkpoints.parity import assert_same_model
+from tfm_export.bundle import Limits
+from tfm_export.checkpoints import SourceModel, read_checkpoint
+from tfm_export.decoding import DecodeOptions, generate
+from tfm_export.errors import CheckpointError
+from tfm_export.runtime.torch_model import TorchModel
+
+V, PAD, LONGEST = 59, 1, 20
+SIZES = {
+    "d_model": 24,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 3,
+    "encoder_ffn_dim": 20,
+    "decoder_ffn_dim": 20,
+    "max_position_embeddings": 40,
+}
+IDS = {"pad_token_id": PAD, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+BART = {**SIZES, **IDS, "vocab_size": V}
+# Their MarianMT and Pegasus start from the padding id.
+MARIAN = {**BART, "pad_token_id": 58, "decoder_start_token_id": 58, "eos_token_id": 0, "scale_embedding": True}
+T5 = {
+    "vocab_size": V,
+    "d_model": 24,
+    "d_kv": 7,
+    "d_ff": 20,
+    "num_layers": 1,
+    "num_decoder_layers": 2,
+    "num_heads": 3,
+    "decoder_start_token_id": 0,
+}
+
+# Each with its class's name, its configuration, and what its generation_config.json has.
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "bart": (
+        "Bart",
+        BART,
+        {"num_beams": 4, "length_penalty": 2.0, "min_length": 5, "no_repeat_ngram_size": 3, "early_stopping": True,
+         "forced_bos_token_id": 0, "forced_eos_token_id": 2},
+    ),
+    "plbart": ("PLBart", BART, {"num_beams": 2}),
+    "mbart": ("MBart", {**BART, "scale_embedding": True}, {"num_beams": 3, "forced_bos_token_id": 40}),
+    "marian": ("Marian", {**MARIAN, "activation_function": "swish"}, {"num_beams": 4, "bad_words_ids": [[58]]}),
+    "marian, two vocabularies": (
+        "Marian",
+        {**MARIAN, "decoder_vocab_size": 31, "decoder_start_token_id": 30, "pad_token_id": 30,
+         "share_encoder_decoder_embeddings": False},
+        {"num_beams": 2},
+    ),
+    "m2m_100": ("M2M100", BART, {"num_beams": 5, "forced_bos_token_id": 33, "max_length": 12}),
+    "pegasus": (
+        "Pegasus", {**BART, "pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1}, {"num_beams": 2}
+    ),
+    "blenderbot": ("Blenderbot", BART, {"num_beams": 2, "min_new_tokens": 3}),
+    "t5": ("T5", T5, {"num_beams": 2}),
+    "t5 1.1": ("T5", {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}, {}),
+    "t5, silu": ("T5", {**T5, "feed_forward_proj": "gated-silu", "relative_attention_num_buckets": 8,
+                        "relative_attention_max_distance": 10}, {"repetition_penalty": 1.3}),
+    "mt5": ("MT5", T5, {"num_beams": 3, "early_stopping": "never"}),
+}  # fmt: skip
+# Their T5 normalises and takes the softmax in float32 whatever it is cast to: measured 1.5e-5 at most (logits to 17).
+FLOAT64 = {"T5": 1e-4, "MT5": 1e-4}
+
+
+class Theirs(nn.Module):
+    """A model of transformers as tests/checkpoints/parity.py wants it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def logits(self, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor) -> Tensor:
+        """[B, T, V]."""
+        output = self.model(input_ids=source_ids, attention_mask=source_mask.long(), decoder_input_ids=target_ids)
+        logits: Tensor = output.logits
+        return logits
+
+
+def build(name: str) -> Any:
+    """A model whose biases and norms are not trivial, and whose targets are more than one token ever again."""
+    kind, config, generation = MODELS[name]
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{kind}Config")(**config)
+    ending = {"Marian": "MTModel"}.get(kind, "ForConditionalGeneration")
+    model = getattr(transformers, f"{kind}{ending}")(config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "embed_positions" in key and kind in {"Marian", "Pegasus"}:
+                continue  # sinusoids
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            elif kind in {"T5", "MT5"}:
+                parameter.mul_(3 if "EncDec" in key else 1)
+            else:
+                parameter.mul_(8 if "embed" in key or "shared" in key else 6)  # theirs begin at 0.02
+        if hasattr(model, "final_logits_bias"):
+            model.final_logits_bias.copy_(torch.randn_like(model.final_logits_bias))
+    # Tied random weights repeat one token ever again, unless they must not.
+    for key, value in {"no_repeat_ngram_size": 1, **generation}.items():
+        setattr(model.generation_config, key, value)
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """A function that builds a model and saves its folder, once."""
+    done: dict[str, tuple[Any, Path]] = {}
+
+    def save(name: str) -> tuple[Any, Path]:
+        if name not in done:
+            model, folder = build(name), tmp_path_factory.mktemp("saved")
+            model.save_pretrained(folder)
+            done[name] = model, folder
+        return done[name]
+
+    return save
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_forward_pass_is_theirs(saved: Callable[[str], tuple[Any, Path]], name: str) -> None:
+    model, folder = saved(name)
+    source, kind = read_checkpoint(folder), MODELS[name][0]
+    tolerance = {"float64": FLOAT64[kind]} if kind in FLOAT64 else {}
+    assert_same_model(source.model, Theirs(model), pad=model.config.pad_token_id, source=30, target=21, **tolerance)
+
+
+def theirs_and_ours(model: Any, source: SourceModel, **options: Any) -> tuple[list[list[int]], list[list[int]]]:
+    """What both generate for sources of several lengths, one by one, up to the end token."""
+    generator = torch.Generator().manual_seed(5)
+    size, special = source.model.config.source_vocabulary_size, source.special_ids
+    sources = [
+        [*(int(i) for i in torch.randint(3, size - 2, (n,), generator=generator)), special.eos] for n in range(1, 13)
+    ]
+    theirs = []
+    for ids in sources:
+        # Their cache wants as many layers in the decoder as in the encoder.
+        output = model.generate(torch.tensor([ids]), max_new_tokens=LONGEST, use_cache=False, **options)[0, 1:].tolist()
+        theirs.append(output[: output.index(special.eos) + 1] if special.eos in output else output)
+    generation = source.generation
+    decode = DecodeOptions(
+        **{
+            "beam_size": generation.beam_size,
+            "length_penalty": generation.length_penalty,
+            "max_decoding_length": LONGEST,
+            "return_end_token": True,
+            **generation.options,
+            **({"beam_size": options["num_beams"]} if options else {}),
+        }
+    )
+    limits = Limits(max_source_length=40, max_target_length=40)
+    results = generate(TorchModel(source.model, limits=limits), sources, decode, special)
+    return theirs, [result.hypotheses[0].tokens for result in results]
+
+
+QUICK = ("bart", "marian", "m2m_100", "mt5")  # every kind of positions and of norms once
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in MODELS])
+def test_generations_are_theirs_token_for_token(saved: Callable[[str], tuple[Any, Path]], name: str) -> None:
+    model, folder = saved(name)
+    theirs, ours = theirs_and_ours(model, read_checkpoint(folder))
+    assert ours == theirs
+    assert len({tuple(tokens) for tokens in theirs}) > 3, "these sources give nothing to tell models apart"
+
+
+def test_shards_and_pickles_are_read_too(saved: Callable[[str], tuple[Any, Path]], tmp_path: Path) -> None:
+    model, folder = saved("marian")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="5KB")
+    assert len([*(tmp_path / "shards").glob("*.safetensors")]) > 2
+    assert_same_model(read_checkpoint(tmp_path / "shards").model, Theirs(model), pad=58)
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    for name in ("config.json", "generation_config.json"):
+        (pickled / name).write_bytes((folder / name).read_bytes())
+    torch.save(model.half().state_dict(), pickled / "pytorch_model.bin")
+    source = read_checkpoint(pickled)
+    assert "weights stored as float16 are computed with in float32" in source.notes
+    assert_same_model(source.model, Theirs(model.float()), pad=58)
+
+
+def changed(folder: Path, target: Path, **config: Any) -> Path:
+    """A copy of a folder with some of its config.json changed; None takes an entry out."""
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    for name in ("config.json", "generation_config.json"):
+        values = {**json.loads((folder / name).read_text()), **config}
+        (target / name).write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"model_type": "bert"}, "model_type 'bert'; known are bart"),
+        ({"decoder_start_token_id": None}, r"bos: .*no decoder_start_token_id"),
+        ({"encoder_attention_heads": None, "decoder_attention_heads": None}, "heads: .*does not say"),
+        ({"encoder_attention_heads": 4}, "as many heads in both stacks, config.json says 3, 4|4, 3"),
+        ({"activation_function": "quick_gelu"}, "activation 'quick_gelu' is not known"),
+        ({"eos_token_id": 59}, "eos id 59 is outside the target vocabulary of 59"),
+        ({"num_beams": 0}, "beam_size must be at least 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    saved: Callable[[str], tuple[Any, Path]], tmp_path: Path, config: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(CheckpointError, match=problem):
+        read_checkpoint(changed(saved("bart")[1], tmp_path / "changed", **config))
+
+
+def test_a_missing_start_token_may_be_given(saved: Callable[[str], tuple[Any, Path]], tmp_path: Path) -> None:
+    model, folder = saved("bart")
+    folder = changed(folder, tmp_path / "changed", decoder_start_token_id=None)
+    source = read_checkpoint(folder, {"bos": 2})
+    theirs, ours = theirs_and_ours(model, source)
+    assert ours == theirs
+
+
+def test_options_without_a_counterpart_are_told(saved: Callable[[str], tuple[Any, Path]], tmp_path: Path) -> None:
+    folder = changed(saved("t5")[1], tmp_path / "changed", do_sample=True, encoder_no_repeat_ngram_size=3)
+    notes = read_checkpoint(folder).notes
+    assert any("encoder_no_repeat_ngram_size 3" in note for note in notes)
+    assert any("do_sample True" in note for note in notes)
+
+
+def test_other_folders_are_told_what_is_expected(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"is a folder; expected one with config\.json and weights"):
+        read_checkpoint(tmp_path)

@@ -1,0 +1,125 @@
+"""What turns texts into ids comes along: tokenizer.json files, Marian's pairs, dictionaries and subword models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reference_model import TransformerConfig
+from tests.oracles.layouts import Tutorial
+from tests.tokenizer.test_huggingface import unigram
+from tfm_export.checkpoints import read_checkpoint
+from tfm_export.checkpoints.vocabularies import DICTIONARIES, folder_tokenizer
+from tfm_export.errors import CheckpointError
+from tfm_export.export import export_bundle
+from tfm_export.model import load
+
+CONFIG = TransformerConfig(source_vocabulary_size=130, target_vocabulary_size=130, d_model=4, heads=1)
+SETTINGS = {"heads": 3, "pad": 1, "bos": 0, "eos": 2, "unk": 3, "source_starts_with_bos": False}
+
+
+def test_a_folders_own_tokenizer_comes_along(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(unigram().to_str())
+    files, said = folder_tokenizer({"tokenizer.json": path}, CONFIG)
+    assert json.loads(files["tokenizer.json"]) == {"kind": "huggingface"}
+    assert files["huggingface.json"] == path.read_bytes()
+    assert said == []
+    small = TransformerConfig(source_vocabulary_size=130, target_vocabulary_size=20, d_model=4, heads=1)
+    with pytest.raises(CheckpointError, match="has ids that the model's 20 rows have not"):
+        folder_tokenizer({"tokenizer.json": path}, small)
+    path.write_text('{"model": 3}')
+    with pytest.raises(CheckpointError, match="no tokenizer of Hugging Face"):
+        folder_tokenizer({"tokenizer.json": path}, CONFIG)
+
+
+def test_a_pair_of_sentencepiece_models_comes_along(tmp_path: Path) -> None:
+    for name in ("source.spm", "target.spm"):
+        (tmp_path / name).write_bytes(b"\n\x0e" + name.encode())
+    (tmp_path / "vocab.json").write_text(json.dumps({"</s>": 0, "<unk>": 1, "a": 2, "<pad>": 129}))
+    paths = {path.name: path for path in tmp_path.iterdir()}
+    files, _ = folder_tokenizer(paths, CONFIG)
+    state = json.loads(files["tokenizer.json"])
+    assert (state["kind"], state["language_codes"]) == ("pieces", True)
+    assert state["source"]["tokens"][:4] == ["</s>", "<unk>", "a", "<3>"]
+    assert files["source.spm"] == paths["source.spm"].read_bytes()
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 130}))
+    with pytest.raises(CheckpointError, match="an id of its own from 0 to 129"):
+        folder_tokenizer(paths, CONFIG)
+
+
+def test_a_folder_without_a_tokenizer_is_told() -> None:
+    files, said = folder_tokenizer({}, CONFIG)
+    assert files == {}
+    assert "takes ids, not texts" in said[0]
+
+
+def test_dictionaries_in_their_forms() -> None:
+    assert list(DICTIONARIES["fairseq"]("a 10\nb@@ 3\n\u00a0 2\n")) == [
+        "<s>",
+        "<pad>",
+        "</s>",
+        "<unk>",
+        "a",
+        "b@@",
+        "\u00a0",
+    ]
+    marian = '</s>: 0\n"\\"": 2\n\'\'\'\': 3\n<unk>: 1\n": ": 4\n"\\u2581a\\t": 5\n"\\x41": 7\n'
+    assert list(DICTIONARIES["marian"](marian)) == ["</s>", "<unk>", '"', "'", ": ", "\u2581a\t", "<6>", "A"]
+    assert list(DICTIONARIES["lines"]("a\nb\t3\r\n c\n")) == ["a", "b", " c"]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A tiny model of the tutorial's layout with 16 and 20 tokens."""
+    torch.save(Tutorial((16, 20), 12, (1, 1), 3, 8, 20).state_dict(), tmp_path / "model.pt")
+    return tmp_path / "model.pt"
+
+
+@pytest.fixture
+def dictionaries(tmp_path: Path) -> dict[str, str]:
+    """Fairseq's, shorter than the tables by a few rows."""
+    for side, letters in (("source", "abcdefghij"), ("target", "klmnopqrstuvw")):
+        (tmp_path / f"dict.{side}.txt").write_text("".join(f"{letter} 1\n" for letter in letters))
+    return {
+        "source_dictionary": str(tmp_path / "dict.source.txt"),
+        "target_dictionary": str(tmp_path / "dict.target.txt"),
+        "dictionary_format": "fairseq",
+    }
+
+
+def test_texts_through_a_model_with_dictionaries(
+    tmp_path: Path, checkpoint: Path, dictionaries: dict[str, str]
+) -> None:
+    settings = {**SETTINGS, **dictionaries}
+    bundle, report = export_bundle(checkpoint, tmp_path / "bundle", settings=settings, inputs=["a b c", "j i h g"])
+    assert report is not None
+    assert report.passed
+    with load(bundle.path) as model:
+        assert model.tokenizer is not None
+        assert model.tokenizer.encode_source("a j z") == [4, 13, 3, 2]
+        assert model.generate("a b c").tokens == model.generate_ids([[4, 5, 6, 2]])[0].hypotheses[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda s: s.pop("target_dictionary"), "target_tokens is missing, or target_dictionary"),
+        (lambda s: s.update(source_dictionary="none"), "none cannot be read"),
+        (lambda s: s.update(source_subwords=s["source_dictionary"]), "source_subwords and target_subwords go together"),
+        (lambda s: s.update(source_dictionary=s["target_dictionary"]), "source_tokens has 17 tokens, the embedding 16"),
+        (lambda s: s.update(dictionary_format="json"), "dictionary_format must be one of fairseq, marian, lines"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    checkpoint: Path, dictionaries: dict[str, str], change: Callable[[dict[str, Any]], Any], problem: str
+) -> None:
+    settings: dict[str, Any] = {**SETTINGS, **dictionaries}
+    change(settings)
+    with pytest.raises(CheckpointError, match=problem):
+        read_checkpoint(checkpoint, settings)

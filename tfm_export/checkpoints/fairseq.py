@@ -1,0 +1,134 @@
+"""Checkpoints of fairseq's `transformer*` models: its arguments lie beside the weights.
+
+Its sinusoids are tensor2tensor's, the decoder starts from the end token, and position 0 is the row after the padding
+id, which is 1 in all dictionaries that fairseq makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tfm_export.checkpoints.bart import find_tables, place_stack
+from tfm_export.checkpoints.draft import Draft, find_prefix, without_prefix
+from tfm_export.checkpoints.files import Contents
+from tfm_export.checkpoints.key_map import KeyMap, rows
+from tfm_export.checkpoints.position_tables import place_tables
+from tfm_export.checkpoints.sinusoids import by_half_of_tensor2tensor
+from tfm_export.checkpoints.wrapping import Weights
+
+FORMAT = "a fairseq Transformer"
+SIGNATURE = "encoder.layers.0.self_attn.q_proj.weight"
+SHAPES, ARGUMENTS, DICTIONARIES = "the shapes", "its arguments", "fairseq's dictionaries"
+ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh", "swish": "silu"}
+PAD = 1
+LONGEST = 1024  # fairseq's default
+MARKS = ("encoder.version", "encoder.embed_positions._float_tensor", "decoder.embed_positions._float_tensor")
+# Of fairseq 0.12, for PyTorch's fast path: what lies in a file may be older than the weights themselves.
+COPIES = tuple(
+    f"encoder.layers.*.{part}_{kind}" for part in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")
+)
+# What would make it another model, each with the value at which it does not.
+UNSUPPORTED = {
+    "no_token_positional_embeddings": False,
+    "adaptive_softmax_cutoff": None,
+    "adaptive_input": False,
+    "character_embeddings": False,
+    "cross_self_attention": False,
+    "no_cross_attention": False,
+    "layer_wise_attention": False,
+    "no_decoder_final_norm": False,
+    "use_rope": False,
+}
+
+
+def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> Draft | None:
+    """What such a file tells; None if it is another one."""
+    prefix = find_prefix(weights.tensors, SIGNATURE)
+    arguments = _arguments(contents.state)
+    if prefix is None or not (arguments or any(f"{prefix}{mark}" in weights.tensors for mark in MARKS)):
+        return None
+    tensors, notes = without_prefix(weights.tensors, prefix)
+    found = Draft(contents.path, FORMAT, KeyMap(tensors), settings, notes=notes, dictionary="fairseq")
+    found.problems += [
+        f"{name} is {arguments[name]!r}, which is not supported"
+        for name, plain in UNSUPPORTED.items()
+        if arguments.get(name, plain) not in (plain, None, "")
+    ]
+    _sizes(found)
+    _tell(found, arguments)
+    own = {side: f"{stack}.embed_tokens.weight" for side, stack in (("source", "encoder"), ("target", "decoder"))}
+    projection = "decoder.embed_out" if "decoder.embed_out" in tensors else "decoder.output_projection.weight"
+    embeddings, projection = find_tables(found, own, own["source"], projection)
+    place_tables(
+        found, embeddings=embeddings, projection=projection, bias="decoder.output_projection.bias", positions=None
+    )
+    _place_positions(found, arguments)
+    for stack in ("encoder", "decoder"):
+        place_stack(found, stack)
+    found.keys.ignore([*MARKS, "decoder.version"], "marks of a format")
+    found.keys.ignore_matching(COPIES, "copies that fairseq makes anew when it loads a file")
+    return found
+
+
+def _arguments(state: Any) -> dict[str, Any]:
+    """The model's arguments: of fairseq before 0.10 in "args", since then in "cfg"."""
+    if not isinstance(state, dict):
+        return {}
+    config = state.get("cfg")
+    for values in (config.get("model") if isinstance(config, dict) else None, state.get("args")):
+        if isinstance(values, dict):
+            return values
+    return {}
+
+
+def _sizes(found: Draft) -> None:
+    keys = found.keys
+    found.infer("d_model", keys.tensors[SIGNATURE].size(-1), SHAPES)
+    expand = keys.tensors.get("encoder.layers.0.fc1.weight")
+    found.infer("d_ff", 1 if expand is None else len(expand), SHAPES)
+    for stack in ("encoder", "decoder"):
+        found.infer(f"{stack}_layers", found.count_layers(f"{stack}.layers.{{}}.self_attn.q_proj.weight"), SHAPES)
+    pre_norm = "encoder.layer_norm.weight" in keys or "decoder.layer_norm.weight" in keys
+    found.infer("norm_first", pre_norm, "its names")
+    found.infer("final_norm", pre_norm, "its names")
+    found.infer("embedding_norm", "encoder.layernorm_embedding.weight" in keys, "its names")
+
+
+def _tell(found: Draft, arguments: Mapping[str, Any]) -> None:
+    found.know("layer_norm_epsilon", 1e-5, "PyTorch's default")
+    if not arguments:
+        found.ask("heads", f"the file has no arguments; d_model is {found.value('d_model')}")
+        found.ask("activation", "fairseq's default is relu")
+        found.ask("scale_embeddings", "fairseq's default is true")
+    else:
+        heads = {arguments.get(f"{stack}_attention_heads", 8) for stack in ("encoder", "decoder")}
+        if len(heads) > 1:
+            found.problems.append(f"expected as many heads in both stacks, found {', '.join(map(str, heads))}")
+        found.know("heads", heads.pop(), ARGUMENTS)
+        activation = str(arguments.get("activation_fn", "relu"))
+        if activation not in ACTIVATIONS:
+            found.problems.append(f"activation_fn {activation!r} is not known; known are {', '.join(ACTIVATIONS)}")
+        found.know("activation", ACTIVATIONS.get(activation, "relu"), ARGUMENTS)
+        found.know("scale_embeddings", not arguments.get("no_scale_embedding", False), ARGUMENTS)
+    for name, value in {"pad": PAD, "bos": 2, "eos": 2, "unk": 3, "source_ends_with_eos": True}.items():
+        found.know(name, value, DICTIONARIES)
+    found.options["suppress_sequences"] = [[PAD]]  # as fairseq's generator does
+
+
+def _place_positions(found: Draft, arguments: Mapping[str, Any]) -> None:
+    keys, lengths = found.keys, {}
+    first = PAD + 1
+    found.infer("positions", "learned", "the layout; sinusoids are kept as a table too")
+    for side, stack in (("source", "encoder"), ("target", "decoder")):
+        name, target = f"{stack}.embed_positions.weight", f"{side}_positions.table"
+        if name in keys:
+            placed = keys.put(target, name, rows(first, None))
+            lengths[side] = 1 if placed is None else len(placed)
+            continue
+        asked = found.settings.get("max_length" if side == "source" else "longest_target")
+        lengths[side] = asked or int(arguments.get(f"max_{side}_positions") or LONGEST)
+        keys.put_tensor(target, by_half_of_tensor2tensor(first + lengths[side], found.value("d_model"))[first:])
+        keys.ignore([f"{stack}.embed_positions.weights"], "computed anew: sinusoids")
+    found.know("max_length", lengths["source"], ARGUMENTS)
+    found.know("longest_target", lengths["target"], ARGUMENTS)

@@ -1,0 +1,139 @@
+"""Folders of Hugging Face transformers: config.json, generation_config.json, weights in one file or in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tfm_export.checkpoints import bart, t5
+from tfm_export.checkpoints.draft import Draft
+from tfm_export.checkpoints.files import Contents, read_json
+from tfm_export.checkpoints.wrapping import Weights
+from tfm_export.errors import CheckpointError
+
+FAMILIES: dict[str, Callable[[Contents, Weights, Mapping[str, Any]], Draft]] = {
+    **dict.fromkeys(bart.FAMILIES, bart.draft),
+    **dict.fromkeys(t5.FAMILIES, t5.draft),
+}
+CONFIG, GENERATION = "config.json", "generation_config.json"
+
+# Their generation settings and our options of the same meaning.
+SAME = {
+    "num_beams": "beam_size",
+    "length_penalty": "length_penalty",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "repetition_penalty": "repetition_penalty",
+    "forced_bos_token_id": "forced_bos",
+    "min_new_tokens": "min_decoding_length",
+    "bad_words_ids": "suppress_sequences",
+    "early_stopping": "early_stopping",
+}
+# Settings that would change what comes out and have no counterpart, with the value at which they do nothing.
+WITHOUT_COUNTERPART = {
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "diversity_penalty": 0.0,
+    "num_beam_groups": 1,
+    "penalty_alpha": None,
+    "begin_suppress_tokens": None,
+    "exponential_decay_length_penalty": None,
+    "sequence_bias": None,
+    "guidance_scale": None,
+    "do_sample": False,
+    "num_return_sequences": 1,
+    "renormalize_logits": False,
+}
+
+
+def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> Draft | None:
+    """What such a folder tells; None if it is something else.
+
+    Raises:
+        CheckpointError: its model is of no known family.
+    """
+    family = contents.config.get("model_type")
+    if family is None:
+        return None
+    if family not in FAMILIES:
+        raise CheckpointError(
+            f"{contents.path} has model_type {family!r}; known are {', '.join(FAMILIES)}",
+            "load the weights into a reference_model.Transformer and save that with reference_model.save_checkpoint",
+        )
+    found = FAMILIES[family](contents, weights, settings)
+    found.files = contents.files
+    _special_ids(found, contents)
+    _generation(found, contents)
+    return found
+
+
+def _special_ids(found: Draft, contents: Contents) -> None:
+    wanted = {"pad": "pad_token_id", "bos": "decoder_start_token_id", "eos": "eos_token_id"}
+    for name, theirs in wanted.items():
+        value, origin = _setting(contents, theirs)
+        if isinstance(value, list) and value:
+            found.options["end_token"] = value
+            value = value[0]
+        if value is None:
+            found.ask(name, f"{CONFIG} and {GENERATION} have no {theirs}")
+        else:
+            found.know(name, value, origin)
+    unknown = _unknown_id(contents)
+    if unknown is not None:
+        found.know("unk", unknown, "its tokenizer")
+    found.know("source_ends_with_eos", True, "the tokenizers of this family")
+
+
+def _unknown_id(contents: Contents) -> int | None:
+    """The id of the unknown token, as the tokenizer's file has it."""
+    if "tokenizer.json" in contents.files:
+        model = read_json(contents.files["tokenizer.json"]).get("model")
+        if not isinstance(model, dict):
+            return None
+        vocabulary, token = model.get("vocab"), model.get("unk_token")
+        found = vocabulary.get(token) if isinstance(vocabulary, dict) else model.get("unk_id")
+    else:
+        found = read_json(contents.files["vocab.json"]).get("<unk>") if "vocab.json" in contents.files else None
+    return found if isinstance(found, int) else None
+
+
+def _setting(contents: Contents, name: str) -> tuple[Any, str]:
+    """A setting of generation, which old models have in their config.json, and where it stands."""
+    for file, values in ((GENERATION, contents.generation), (CONFIG, contents.config)):
+        if values.get(name) is not None:
+            return values[name], file
+    return None, CONFIG
+
+
+def _generation(found: Draft, contents: Contents) -> None:
+    found.options["compatibility"] = "huggingface"
+    for theirs, ours in SAME.items():
+        value, origin = _setting(contents, theirs)
+        if value is not None and ours in {"beam_size", "length_penalty"}:
+            found.know(ours, value, origin)
+        elif value is not None and (value or ours == "forced_bos"):
+            found.options[ours] = value
+    suppressed, _ = _setting(contents, "suppress_tokens")
+    if suppressed:
+        sequences = [*found.options.get("suppress_sequences", []), *([token] for token in suppressed)]
+        found.options["suppress_sequences"] = sequences
+    forced_end, _ = _setting(contents, "forced_eos_token_id")
+    if forced_end is not None:
+        found.options["forced_eos"] = forced_end[0] if isinstance(forced_end, list) else forced_end
+    _lengths(found, contents)
+    for name, neutral in WITHOUT_COUNTERPART.items():
+        value, origin = _setting(contents, name)
+        if value not in (None, neutral):
+            found.notes.append(f"{origin} has {name} {value!r}, which is not among the bundle's defaults")
+
+
+def _lengths(found: Draft, contents: Contents) -> None:
+    """Their max_length and min_length count the start token; what counts new tokens alone goes before them."""
+    longest, origin = _setting(contents, "max_new_tokens")
+    if longest is None:
+        longest, origin = _setting(contents, "max_length")
+        longest = None if longest is None else longest - 1
+    if isinstance(longest, int) and longest >= 1:
+        found.know("generation_length", longest, origin)
+    shortest, _ = _setting(contents, "min_length")
+    if "min_decoding_length" not in found.options and isinstance(shortest, int) and shortest > 1:
+        found.options["min_decoding_length"] = shortest - 1

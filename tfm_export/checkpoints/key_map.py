@@ -1,0 +1,217 @@
+"""Which weight of a file is which of the reference model: every one of both used once, every shape checked.
+
+Readers say where each weight comes from; nothing is allocated before all of it fits.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from reference_model import Transformer, TransformerConfig
+from reference_model.model import PositionalEncoding, sinusoid_table
+from tfm_export.errors import CheckpointError
+
+WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# A configuration may ask for a position table of any size, which is not in the file: 2^20 rows are beyond any use.
+MOST_POSITIONS = 2**20
+MOST_NAMED = 40  # problems of one kind in a message
+
+
+@dataclass
+class KeyMap:
+    """The weights of a file on their way into a reference model.
+
+    Attributes:
+        tensors: the file's, by name.
+        placed: the reference model's, by name.
+        used: names of the file that went somewhere.
+        ignored: names of the file that are of no use, each with the reason.
+        zeros: the reference model's weights that the file has none for and that are zero: absent biases.
+        problems: what did not fit so far.
+    """
+
+    tensors: dict[str, Tensor]
+    placed: dict[str, Tensor] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    ignored: dict[str, str] = field(default_factory=dict)
+    zeros: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.tensors
+
+    def put(
+        self, targets: str | Sequence[str], key: str, change: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor | None:
+        """Say that a weight of the file is one of the reference model, or several that are tied.
+
+        Args:
+            targets: names in the reference model.
+            key: the name in the file.
+            change: what to do with it, such as taking the rows that belong to the target.
+
+        Returns:
+            What was placed; None if the file has no such weight, which is a problem told later.
+        """
+        names = [targets] if isinstance(targets, str) else targets
+        tensor = self.tensors.get(key)
+        if tensor is None:
+            self.problems.append(f"missing: {key}, for {', '.join(names)}")
+            self.placed |= dict.fromkeys(names, torch.empty(0))  # told once is enough
+            return None
+        if key in self.used and change is None:
+            self.problems.append(f"{key} is used twice")
+        self.used.add(key)
+        return self.put_tensor(names, tensor if change is None else change(tensor))
+
+    def put_tensor(self, targets: str | Sequence[str], tensor: Tensor) -> Tensor:
+        """Place a tensor that is not in the file, such as a computed position table."""
+        for name in [targets] if isinstance(targets, str) else targets:
+            if name in self.placed:
+                self.problems.append(f"{name} is filled twice")
+            self.placed[name] = tensor
+        return tensor
+
+    def linear(self, target: str, key: str, change: Callable[[Tensor], Tensor] | None = None) -> None:
+        """A linear layer: weight and bias of the file; without a bias in the file it is zero."""
+        self.put(f"{target}.weight", f"{key}.weight", change)
+        self.bias(f"{target}.bias", f"{key}.bias", change)
+
+    def bias(self, target: str, key: str, change: Callable[[Tensor], Tensor] | None = None) -> None:
+        """A bias, zero where the file has none."""
+        if key in self.tensors:
+            self.put(target, key, change)
+        else:
+            self.zeros.add(target)
+
+    def norm(self, target: str, key: str, *, weight: str = "weight", bias: str | None = "bias") -> None:
+        """A normalisation: weight and bias of the file; bias None where the kind of norm has none."""
+        self.put(f"{target}.weight", f"{key}.{weight}")
+        if bias is not None:
+            self.bias(f"{target}.bias", f"{key}.{bias}")
+
+    def ignore(self, keys: Iterable[str], reason: str) -> None:
+        """Say that weights of the file are of no use."""
+        self.ignored |= dict.fromkeys((key for key in keys if key in self.tensors), reason)
+
+    def ignore_matching(self, patterns: Iterable[str], reason: str) -> None:
+        """The same by names in which * stands for any characters."""
+        for pattern in patterns:
+            self.ignore(fnmatch.filter(self.tensors, pattern), reason)
+
+    def unused(self) -> list[str]:
+        """The names of the file that went nowhere."""
+        return [key for key in self.tensors if key not in self.used and key not in self.ignored]
+
+    def fitting_problems(self, config: TransformerConfig) -> list[str]:
+        """Everything that keeps the weights from being those of a configuration, without allocating any of it."""
+        if oversized := _oversized(config, len(self.tensors)):
+            return [oversized]
+        try:
+            with torch.device("meta"):
+                expected = {name: tuple(w.shape) for name, w in Transformer(config).state_dict().items()}
+        except RuntimeError as problem:
+            return [f"the configuration has sizes that no memory holds: {problem}"]
+        problems = list(self.problems)
+        problems += _cut(
+            [f"nothing in the file is {name} {list(expected[name])}" for name in expected if not self._fills(name)]
+        )
+        problems += [f"{name} is no part of this configuration" for name in self.placed if name not in expected]
+        problems += _cut([f"unexpected: {key} {list(self.tensors[key].shape)}" for key in self.unused()])
+        checked: set[int] = set()
+        for name, weight in self.placed.items():
+            if name in expected and weight.numel() and (wrong := _problem_of(weight, expected[name], checked)):
+                problems.append(f"{name}: {wrong}")
+        return problems
+
+    def _fills(self, name: str) -> bool:
+        return name in self.placed or name in self.zeros
+
+    def build(self, config: TransformerConfig) -> Transformer:
+        """The model in float32 and evaluation mode; `fitting_problems` must have found none.
+
+        Weights that the file holds as float32 are not copied: they stay the file's, read when they are looked at.
+        """
+        with torch.device("meta"):
+            model = Transformer(config)
+        cast: dict[int, Tensor] = {}
+        state = {}
+        for name, weight in model.state_dict().items():
+            if name in self.placed:
+                source = self.placed[name]
+                state[name] = cast.setdefault(id(source), source.detach().float().contiguous())
+            else:
+                state[name] = torch.zeros(weight.shape)
+        model.load_state_dict(state, assign=True)
+        if config.tie_projection:
+            model.projection.weight = model.target_embedding.weight
+        for part in model.modules():
+            if isinstance(part, PositionalEncoding) and config.positions == "sinusoidal":
+                part.table = sinusoid_table(part.length, config.d_model)
+        return model.eval()
+
+    def notes(self) -> list[str]:
+        """What was cast and ignored, for people."""
+        types = {str(self.tensors[key].dtype).removeprefix("torch.") for key in self.used} - {"float32"}
+        notes = [f"weights stored as {name} are computed with in float32" for name in sorted(types)]
+        reasons = dict.fromkeys(self.ignored.values())
+        for reason in reasons:
+            names = [key for key, why in self.ignored.items() if why == reason]
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            notes.append(f"not used, {reason}: {shown}")
+        return notes
+
+
+def rows(start: int, stop: int | None) -> Callable[[Tensor], Tensor]:
+    """A change that takes some rows of a weight."""
+    return lambda tensor: tensor[start:stop]
+
+
+def third(number: int) -> Callable[[Tensor], Tensor]:
+    """A change that takes the query's (0), key's (1) or value's (2) rows of a joint projection."""
+    return lambda tensor: tensor[number * (len(tensor) // 3) : (number + 1) * (len(tensor) // 3)]
+
+
+def _oversized(config: TransformerConfig, tensors: int) -> str | None:
+    if config.encoder_layers + config.decoder_layers > tensors:
+        return f"the configuration has more layers than the file has tensors ({tensors})"
+    for name in ("max_length", "longest_target"):
+        if getattr(config, name) > MOST_POSITIONS:
+            return f"{name} {getattr(config, name)} is more than {MOST_POSITIONS}"
+    return None
+
+
+def _problem_of(weight: Tensor, expected: tuple[int, ...], checked: set[int]) -> str | None:
+    if tuple(weight.shape) != expected:
+        return f"expected shape {list(expected)}, found {list(weight.shape)}"
+    if weight.layout != torch.strided or weight.dtype not in WEIGHT_TYPES or weight.is_meta:
+        return f"expected dense floating-point numbers, found {form(weight)}"
+    if id(weight) in checked:
+        return None
+    checked.add(id(weight))
+    if count := int((~weight.float().isfinite()).sum()):
+        return f"{count} of {weight.numel()} weights are not finite numbers in float32"
+    return None
+
+
+def form(weight: Tensor) -> str:
+    """What kind of tensor a weight is, for messages."""
+    names = [str(weight.dtype), *([] if weight.layout == torch.strided else [str(weight.layout)])]
+    return " ".join(name.removeprefix("torch.") for name in names) + (" without data" if weight.is_meta else "")
+
+
+def _cut(problems: list[str]) -> list[str]:
+    if len(problems) <= MOST_NAMED:
+        return problems
+    return [*problems[:MOST_NAMED], f"and {len(problems) - MOST_NAMED} more of this kind"]
+
+
+def refuse(path: object, problems: Sequence[str], hint: str) -> CheckpointError:
+    """The error that names all problems of a checkpoint."""
+    first, *others = problems
+    return CheckpointError([f"{path}: {first}", *others], hint)

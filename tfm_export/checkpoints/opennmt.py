@@ -1,0 +1,160 @@
+"""Checkpoints of OpenNMT-py 3: its options and vocabularies lie beside the weights.
+
+Pre-norm with final norms; the table of positions, where there is one, is in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from tfm_export.checkpoints.draft import Draft, same
+from tfm_export.checkpoints.files import Contents
+from tfm_export.checkpoints.key_map import KeyMap
+from tfm_export.checkpoints.position_tables import DEFAULT_LENGTH, place_tables
+from tfm_export.checkpoints.vocabularies import vocabulary_files
+from tfm_export.checkpoints.wrapping import Weights
+
+FORMAT = "an OpenNMT-py Transformer"
+SIGNATURE = "encoder.transformer.0.self_attn.linear_query.weight"
+SHAPES, OPTIONS, VOCABULARY = "the shapes", "its options", "its vocabulary"
+ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "silu": "silu", "gated-gelu": "gelu"}
+GATED = ("silu", "gated-gelu")
+BLANK, UNKNOWN, START, END = "<blank>", "<unk>", "<s>", "</s>"
+# What would make it another model, each with the value at which it does not.
+UNSUPPORTED = {
+    "max_relative_positions": 0,
+    "copy_attn": False,
+    "self_attn_type": "scaled-dot",
+    "parallel_residual": False,
+    "num_kv": 0,
+    "num_experts": 0,
+    "aan_useffn": False,
+    "multiquery": False,
+}
+
+
+def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> Draft | None:
+    """What such a file tells; None if it is another one."""
+    state = contents.state
+    if SIGNATURE not in weights.tensors or not isinstance(state, dict) or not isinstance(state.get("opt"), dict):
+        return None
+    generator = state.get("generator") or {}
+    tensors = {**weights.tensors, **{f"generator.{name.removeprefix('0.')}": w for name, w in generator.items()}}
+    found = Draft(contents.path, FORMAT, KeyMap(tensors), settings)
+    options = state["opt"]
+    found.problems += [
+        f"{name} is {options[name]!r}, which is not supported"
+        for name, plain in UNSUPPORTED.items()
+        if options.get(name, plain) not in (plain, None)
+    ]
+    _sizes(found)
+    _tell(found, options)
+    _vocabulary(found, state.get("vocab"), options)
+    names = {
+        side: f"{stack}.embeddings.make_embedding" for side, stack in (("source", "encoder"), ("target", "decoder"))
+    }
+    place_tables(
+        found,
+        embeddings={side: f"{name}.emb_luts.0.weight" for side, name in names.items()},
+        projection="generator.weight",
+        bias="generator.bias",
+        positions={side: f"{name}.pe.pe" for side, name in names.items()} if options.get("position_encoding") else None,
+    )
+    _place(found)
+    return found
+
+
+def _sizes(found: Draft) -> None:
+    keys = found.keys
+    found.infer("d_model", keys.tensors[SIGNATURE].size(-1), SHAPES)
+    expand = keys.tensors.get("encoder.transformer.0.feed_forward.w_1.weight")
+    found.infer("d_ff", 1 if expand is None else len(expand), SHAPES)
+    found.infer("encoder_layers", found.count_layers("encoder.transformer.{}.layer_norm.weight"), SHAPES)
+    found.infer("decoder_layers", found.count_layers("decoder.transformer_layers.{}.layer_norm_1.weight"), SHAPES)
+    tables: dict[str, Tensor | None] = {}
+    for side, stack in (("source", "encoder"), ("target", "decoder")):
+        table = tables[side] = keys.tensors.get(f"{stack}.embeddings.make_embedding.emb_luts.0.weight")
+        found.infer(f"{side}_vocabulary_size", 1 if table is None else len(table), SHAPES)
+    found.infer("share_embeddings", same(tables.values()), "comparing the tables")
+    projection = keys.tensors.get("generator.weight")
+    found.infer("tie_projection", same([tables["target"], projection]), "comparing the tables")
+
+
+def _tell(found: Draft, options: Mapping[str, Any]) -> None:
+    found.know("norm_first", True, "the layout")
+    found.know("final_norm", True, "the layout")
+    found.know("norm", "rms" if options.get("layer_norm") == "rms" else "layer", OPTIONS)
+    found.know("layer_norm_epsilon", options.get("norm_eps", 1e-6), OPTIONS)
+    found.know("heads", options.get("heads", 8), OPTIONS)
+    activation = options.get("pos_ffn_activation_fn", "relu")
+    if activation not in ACTIVATIONS:
+        found.problems.append(f"pos_ffn_activation_fn {activation!r} is not known; known are {', '.join(ACTIVATIONS)}")
+    found.know("activation", ACTIVATIONS.get(activation, "relu"), OPTIONS)
+    found.infer("gated_feed_forward", "encoder.transformer.0.feed_forward.w_3.weight" in found.keys, "its names")
+    # Their embeddings are scaled where positions are added, and nowhere else.
+    positioned = bool(options.get("position_encoding", False))
+    found.know("scale_embeddings", positioned, OPTIONS)
+    if not positioned:
+        found.know("positions", "none", OPTIONS)
+        found.know("max_length", DEFAULT_LENGTH, "the default: without positions there is no end")
+
+
+def _vocabulary(found: Draft, vocabulary: Any, options: Mapping[str, Any]) -> None:
+    """The special ids, and the tokens as a tokenizer of words: texts come split into the model's own pieces."""
+    found.know("source_ends_with_eos", False, "the layout")
+    sides = _tokens(vocabulary)
+    if sides is None:
+        for name in ("pad", "bos", "eos"):
+            found.ask(name, "the file has no vocabularies in the form of OpenNMT-py 3")
+        return
+    start = options.get("decoder_start_token") or START
+    for name, token in {"pad": BLANK, "bos": start, "eos": END, "unk": UNKNOWN}.items():
+        tokens = sides["source" if name == "pad" else "target"]
+        if token in tokens:
+            found.know(name, tokens.index(token), VOCABULARY)
+        elif name != "unk":
+            found.ask(name, f"its vocabulary has no {token}")
+    if UNKNOWN in sides["source"] and sides["source"].index(UNKNOWN) != found.value("unk"):
+        found.notes.append(f"{UNKNOWN} has another id in the source than in the target: the target's is used")
+    sizes = {side: found.value(f"{side}_vocabulary_size") for side in sides}
+    if all(len(tokens) == sizes[side] and len(set(tokens)) == len(tokens) for side, tokens in sides.items()):
+        found.tokenizer = vocabulary_files(
+            {side: {"tokens": tokens, "split": "words", "lowercase": False} for side, tokens in sides.items()}
+        )
+
+
+def _tokens(vocabulary: Any) -> dict[str, list[str]] | None:
+    """The tokens of each side, if the vocabularies are lists of strings."""
+    sides = {"source": "src", "target": "tgt"}
+    found = {side: vocabulary.get(name) if isinstance(vocabulary, dict) else None for side, name in sides.items()}
+    lists = {side: tokens for side, tokens in found.items() if isinstance(tokens, list)}
+    whole = len(lists) == len(sides) and all(isinstance(token, str) for tokens in lists.values() for token in tokens)
+    return lists if whole else None
+
+
+def _place(found: Draft) -> None:
+    keys = found.keys
+    bias = None if found.value("norm") == "rms" else "bias"
+    stacks = {
+        "encoder": ("encoder.transformer", {"self_attention": ("self_attn", "layer_norm")}),
+        "decoder": (
+            "decoder.transformer_layers",
+            {"self_attention": ("self_attn", "layer_norm_1"), "cross_attention": ("context_attn", "layer_norm_2")},
+        ),
+    }
+    inner = {"W_1": "w_1", "W_2": "w_2", **({"W_gate": "w_3"} if found.value("gated_feed_forward") else {})}
+    parts = {"q": "linear_query", "k": "linear_keys", "v": "linear_values", "o": "final_linear"}
+    for stack, (layers, attentions) in stacks.items():
+        for i in range(found.value(f"{stack}_layers")):
+            ours, theirs = f"{stack}_layers.{i}", f"{layers}.{i}"
+            for name, (attention, norm) in attentions.items():
+                for part, linear in parts.items():
+                    keys.linear(f"{ours}.{name}.W_{part}", f"{theirs}.{attention}.{linear}")
+                keys.norm(f"{ours}.{name}_residual.norm", f"{theirs}.{norm}", bias=bias)
+            for part, linear in inner.items():
+                keys.linear(f"{ours}.feed_forward.{part}", f"{theirs}.feed_forward.{linear}")
+            keys.norm(f"{ours}.feed_forward_residual.norm", f"{theirs}.feed_forward.layer_norm", bias=bias)
+        keys.norm(f"{stack}_norm", f"{stack}.layer_norm", bias=bias)

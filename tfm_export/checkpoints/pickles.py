@@ -1,0 +1,287 @@
+"""Reading pickles without executing anything: tensors and plain values, and inert stand-ins for a few known classes.
+
+PyTorch's weights-only reader does the work. Training frameworks put settings beside the weights, in classes such as
+argparse.Namespace; the classes of `STAND_INS` are read as plain values by functions of this file, and their own code is
+neither imported nor run. All other classes are refused by name.
+"""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+import struct
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from tfm_export.errors import CheckpointError
+
+MOST_PICKLE_BYTES = 16_000_000  # of a pickle that is only looked at to name what it needs
+MOST_VALUES = 20_000_000  # in all containers together: a small pickle can refer to its parts ever again
+MOST_TIMES_FILE = 8  # all tensors together, as many times the file: tied weights count each time
+
+
+class StandIn:
+    """Takes the place of an object whose class is not run: it keeps what it would have been made of."""
+
+    def __new__(cls, *_arguments: Any) -> Self:
+        """Whatever the arguments, an object without any state."""
+        return super().__new__(cls)
+
+    def __init__(self, *_arguments: Any) -> None:
+        self.state: Any = {}
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def plain(self) -> Any:
+        """The plain value that it stands for."""
+        return self.state
+
+
+class Namespace(StandIn):
+    """argparse.Namespace: its attributes."""
+
+
+class Container(StandIn):
+    """An OmegaConf container: its content. One that refers to other values by name keeps the reference as text."""
+
+    def plain(self) -> Any:
+        """A dictionary or a list."""
+        return self.state.get("_content") if isinstance(self.state, dict) else None
+
+
+class Node(StandIn):
+    """An OmegaConf leaf: its value."""
+
+    def plain(self) -> Any:
+        """The value."""
+        return self.state.get("_val") if isinstance(self.state, dict) else None
+
+
+class Nothing(StandIn):
+    """Types named in annotations, and other things that are of no use here."""
+
+    def plain(self) -> Any:
+        """None."""
+        return None
+
+
+class NumpyType(StandIn):
+    """numpy.dtype: its code, such as "f8"."""
+
+    def __new__(cls, code: Any = "", *_arguments: Any) -> Self:
+        """A type of this code."""
+        made = object.__new__(cls)
+        made.code = code if isinstance(code, str) else ""
+        return made
+
+    code: str
+
+    def plain(self) -> Any:
+        """The code."""
+        return self.code
+
+
+NUMPY_FORMATS = {"f8": "<d", "f4": "<f", "i8": "<q", "i4": "<i", "b1": "<?", "u1": "<B", "i2": "<h", "u8": "<Q"}
+
+
+def _numpy_scalar(kind: Any, content: Any = b"") -> Any:
+    """The number that numpy would have made of its bytes; None for types that no checkpoint needs."""
+    code = NUMPY_FORMATS.get(getattr(kind, "code", ""))
+    if code is None or not isinstance(content, bytes) or len(content) != struct.calcsize(code):
+        return None
+    return struct.unpack(code, content)[0]
+
+
+def _encoded(text: str, encoding: str = "latin1") -> bytes:
+    """How pickles of protocol 2 hold bytes."""
+    return text.encode("latin1" if encoding in {"latin1", "latin-1"} else "utf-8")
+
+
+def _empty_dictionary(*_arguments: Any) -> dict[Any, Any]:
+    """Of a subclass of dict: its items follow in the pickle."""
+    return {}
+
+
+def _joined_path(*parts: str) -> str:
+    return "/".join(map(str, parts))
+
+
+def _stand_ins() -> dict[str, Callable[..., Any]]:
+    """What is put in the place of each class or function, by its full name."""
+    found: dict[str, Callable[..., Any]] = {
+        "argparse.Namespace": Namespace,
+        "_codecs.encode": _encoded,
+        "collections.defaultdict": _empty_dictionary,
+        "pytorch_lightning.utilities.parsing.AttributeDict": _DictionaryType,
+        "lightning.pytorch.utilities.parsing.AttributeDict": _DictionaryType,
+        "lightning_fabric.utilities.data.AttributeDict": _DictionaryType,
+        "lightning.fabric.utilities.data.AttributeDict": _DictionaryType,
+        "numpy.dtype": NumpyType,
+        "omegaconf.dictconfig.DictConfig": Container,
+        "omegaconf.listconfig.ListConfig": Container,
+        "typing.Any": Nothing,
+    }
+    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+        found[f"{module}.scalar"] = _numpy_scalar
+    for name in ("ContainerMetadata", "Metadata"):
+        found[f"omegaconf.base.{name}"] = Nothing
+    for name in ("Any", "String", "Integer", "Float", "Boolean", "Enum", "Path", "Bytes"):
+        found[f"omegaconf.nodes.{name}Node"] = Node
+    for name in ("dict", "list", "int", "float", "str", "bool", "tuple", "object"):
+        found[f"builtins.{name}"] = found[f"__builtin__.{name}"] = Nothing
+    for module in ("pathlib", "pathlib._local"):
+        for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath"):
+            found[f"{module}.{name}"] = _joined_path
+    return found
+
+
+class _DictionaryType:
+    """A subclass of dict: making one gives a plain dictionary."""
+
+    def __new__(cls, *_arguments: Any) -> dict[Any, Any]:  # type: ignore[misc]
+        return {}
+
+
+STAND_INS = _stand_ins()
+
+
+def load_pickle(path: Path) -> Any:
+    """The contents of a file that torch.save wrote, if they are tensors, plain values and known settings.
+
+    Raises:
+        CheckpointError: it is damaged or something else, it wants code to be executed, or it would grow beyond measure.
+    """
+    archive = zipfile.is_zipfile(path)
+    try:
+        if archive:
+            _refuse_compressed(path)
+        with warnings.catch_warnings(), torch.serialization.safe_globals([(f, n) for n, f in STAND_INS.items()]):
+            # What cannot be read is refused below.
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
+        return _Plain(path).of(state)
+    except pickle.UnpicklingError as problem:
+        raise _refusal(path, str(problem)) from problem
+    # torch.load raises whatever its reader stumbles over in a damaged file.
+    except (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, OSError) as problem:
+        raise CheckpointError(
+            f"{path} is damaged or not a PyTorch checkpoint: {_first_line(problem)}",
+            "copy it again and compare its size and hash with the original's",
+        ) from problem
+
+
+def _refuse_compressed(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
+            raise CheckpointError(
+                f"{path} is a compressed archive; torch.save writes none, and it may unpack to any size: refused",
+                "save the weights with torch.save",
+            )
+
+
+class _Plain:
+    """Turns stand-ins into plain values and holds tensors to the size of their file.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.limit, self.bytes, self.values = path, MOST_TIMES_FILE * path.stat().st_size, 0, 0
+        self.done: dict[int, Any] = {}
+        self.kept: list[Any] = []  # what ids were taken of must stay
+
+    def of(self, value: Any) -> Any:
+        """The plain value; containers are new, and one that occurs twice stays one."""
+        if isinstance(value, Tensor):
+            self._weigh(value)
+            return value
+        if not isinstance(value, StandIn | dict | list | tuple):
+            return value
+        if id(value) not in self.done:
+            self.kept.append(value)
+            self.done[id(value)] = None  # of a value that contains itself
+            self.done[id(value)] = self._converted(value)
+        return self.done[id(value)]
+
+    def _converted(self, value: Any) -> Any:
+        if isinstance(value, StandIn):
+            return self.of(value.plain())
+        self.values += len(value)
+        if self.values > MOST_VALUES:
+            raise CheckpointError(f"{self.path} holds more than {MOST_VALUES:,} values: refused")
+        if isinstance(value, dict):
+            return {key: self.of(item) for key, item in value.items()}
+        return (
+            type(value)([self.of(item) for item in value]) if type(value) in {list, tuple} else [*map(self.of, value)]
+        )
+
+    def _weigh(self, tensor: Tensor) -> None:
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+            return  # refused where it is used
+        stored = tensor.untyped_storage().nbytes()
+        if tensor.numel() * tensor.element_size() > stored:
+            raise CheckpointError(
+                f"{self.path} holds a tensor of shape {list(tensor.shape)} made of {stored:,} bytes: it would grow "
+                "beyond its file: refused",
+                "save tensors with .contiguous()",
+            )
+        self.bytes += tensor.numel() * tensor.element_size()
+        if self.bytes > self.limit:
+            raise CheckpointError(
+                f"{self.path} has tensors of more than {MOST_TIMES_FILE} times its own size: refused",
+                "save every tensor with .clone()",
+            )
+
+
+def _refusal(path: Path, message: str) -> CheckpointError:
+    classes = classes_needed(path)
+    if classes:
+        return CheckpointError(
+            f"{path} is a pickle that needs {', '.join(classes)}; loading it could run code: refused",
+            "save the weights alone: torch.save(model.state_dict(), ...), where those classes can be imported",
+        )
+    return CheckpointError(
+        f"{path} is not a PyTorch checkpoint: {_first_line(message)}", "expected a file written by torch.save"
+    )
+
+
+def classes_needed(path: Path) -> list[str]:
+    """The functions and classes that a pickle names beyond those that are read, found without executing any of it."""
+    names: set[str] = set()
+    strings: list[str] = []
+    try:
+        for opcode, argument, _ in pickletools.genops(_pickle_bytes(path)):
+            if opcode.name == "GLOBAL":
+                names.add(str(argument).replace(" ", "."))
+            elif opcode.name == "STACK_GLOBAL":
+                names.add(".".join(strings[-2:]))
+            elif isinstance(argument, str):
+                strings.append(argument)
+    except (ValueError, KeyError, OSError, zipfile.BadZipFile, StopIteration):
+        pass  # not a pickle to its end: what was found so far is told
+    harmless = ("torch._utils._rebuild", "torch.Float", "torch.Half", "torch.BFloat16", "collections.OrderedDict")
+    return sorted(name for name in names - STAND_INS.keys() if not name.startswith(harmless))
+
+
+def _pickle_bytes(path: Path) -> bytes:
+    """The pickle in a file of torch.save, without the tensors' data; or the start of any other file."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            name = next(n for n in archive.namelist() if n.endswith("data.pkl"))
+            with archive.open(name) as file:
+                return file.read(MOST_PICKLE_BYTES)
+    with open(path, "rb") as file:
+        return file.read(MOST_PICKLE_BYTES)
+
+
+def _first_line(problem: object) -> str:
+    lines = str(problem).strip().splitlines()
+    return lines[0] if lines else type(problem).__name__

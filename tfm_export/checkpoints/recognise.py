@@ -1,0 +1,75 @@
+"""Whose checkpoint is it? Each layout is told by the names of its weights, or by the configuration beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from tfm_export.checkpoints import annotated, fairseq, huggingface, marian, opennmt, torch_transformer, tutorial
+from tfm_export.checkpoints.draft import Draft
+from tfm_export.checkpoints.files import Contents
+from tfm_export.checkpoints.wrapping import Weights, find_weights
+from tfm_export.errors import CheckpointError
+
+MOST_SHOWN = 40  # plain values beside the weights
+MOST_CHARACTERS = 60
+# Each drafts a model from contents of its layout, and gives None for others. The more particular ones come first.
+Reader = Callable[[Contents, Weights, Mapping[str, Any]], Draft | None]
+READERS: tuple[Reader, ...] = (
+    huggingface.draft,
+    fairseq.draft,
+    opennmt.draft,
+    marian.draft,
+    tutorial.draft,
+    annotated.draft,
+    torch_transformer.draft,
+)
+KNOWN = (
+    "folders of Hugging Face with config.json, fairseq's, OpenNMT-py's, Marian's, reference_model.save_checkpoint's, "
+    "torch.nn.Transformer's state dict, the tutorial Transformer's (fc_q, fc_k, "
+    "fc_v, fc_o), the annotated Transformer's (linears.0)"
+)
+
+
+def draft_model(contents: Contents, settings: Mapping[str, Any]) -> Draft:
+    """Find the layout, and what it tells.
+
+    Args:
+        contents: of the checkpoint.
+        settings: what the user said.
+
+    Raises:
+        CheckpointError: there are no weights, or they are of no known layout.
+    """
+    try:
+        weights = find_weights(contents.state, settings.get("weights"))
+    except CheckpointError as error:
+        raise CheckpointError([f"{contents.path}: {problem}" for problem in error.problems], error.hint) from error
+    for reader in READERS:
+        draft = reader(contents, weights, settings)
+        if draft is not None:
+            draft.notes[:0] = [*weights.notes, *_settings_beside(weights)]
+            return draft
+    raise CheckpointError(
+        f"{contents.path} is not a checkpoint of a known format: {_described(weights)}; known are: {KNOWN}",
+        "load the weights into a reference_model.Transformer and save that with reference_model.save_checkpoint",
+    )
+
+
+def _described(weights: Weights) -> str:
+    names = [*weights.tensors]
+    return f"it has {len(names)} tensors, such as {', '.join(names[:3])}"
+
+
+def _settings_beside(weights: Weights) -> list[str]:
+    """Plain values that lie beside the weights: their names are the user's own, so that only people can read them."""
+    found = [*_plain_values(weights.beside, "")][:MOST_SHOWN]
+    return [f"beside the weights the file says: {', '.join(found)}"] if found else []
+
+
+def _plain_values(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, int | float | str) and len(str(value)) <= MOST_CHARACTERS:
+            yield f"{prefix}{name}={value}"
+        elif isinstance(value, dict) and not prefix:
+            yield from _plain_values(value, f"{name}.")

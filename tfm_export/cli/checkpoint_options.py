@@ -1,0 +1,66 @@
+"""The options that tell what a checkpoint's file does not, the same for every command that reads checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+POSITIONS = ("sinusoidal", "learned", "relative", "none")
+
+# Each is named as the setting in checkpoints/settings.py that it gives.
+OPTIONS = (
+    click.option(
+        "--config",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        help="A JSON file with what the checkpoint's file does not say; the options below go before it.",
+    ),
+    click.option("--heads", type=click.IntRange(min=1), help="Attention heads."),
+    click.option(
+        "--norm-first/--norm-last", default=None, help="Whether a sublayer's input is normalised, or its sum."
+    ),
+    click.option("--activation", type=click.Choice(ACTIVATIONS), help="The feed-forward's activation."),
+    click.option("--positions", type=click.Choice(POSITIONS), help="How positions enter."),
+    click.option(
+        "--scale-embeddings/--no-scale-embeddings",
+        default=None,
+        help="Whether embeddings are multiplied by sqrt(d_model).",
+    ),
+    click.option("--max-length", type=click.IntRange(min=1), help="Rows of the position table."),
+    click.option("--layer-norm-epsilon", type=float, help="What layer norms add to the variance."),
+    click.option("--pad", type=click.IntRange(min=0), help="The id that fills short sources."),
+    click.option("--bos", type=click.IntRange(min=0), help="The id that the decoder starts from."),
+    click.option("--eos", type=click.IntRange(min=0), help="The id that ends a target."),
+    click.option("--unk", type=click.IntRange(min=0), help="The id of unknown tokens."),
+    click.option(
+        "--source-starts-with-bos/--source-starts-without-bos", default=None, help="Whether sources begin with bos."
+    ),
+    click.option(
+        "--source-ends-with-eos/--source-ends-without-eos", default=None, help="Whether sources end with eos."
+    ),
+    click.option("--weights", metavar="PLACE", help='Where in the file the weights are, such as "ema".'),
+)
+
+
+def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command all of them; `given_settings` takes what it gets."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+def given_settings(config: Path | None, options: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the file, if there is one, and of the options that were given, which go before.
+
+    Raises:
+        CheckpointError: the file is none of settings.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if config is None:
+        return given
+    from tfm_export.checkpoints import read_settings
+
+    return {**read_settings(config), **given}

@@ -1,0 +1,90 @@
+"""What a checkpoint tells of itself, and what it does not, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tfm_export.cli.reports import table
+from tfm_export.errors import CheckpointError
+from tfm_export.extras import require
+
+if TYPE_CHECKING:
+    from tfm_export.checkpoints import Draft, SourceModel
+
+
+def inspect_checkpoint(path: Path, settings: dict[str, Any], *, as_json: bool) -> None:
+    """Print what a checkpoint tells; one that cannot be exported as it is makes the command fail.
+
+    Raises:
+        CheckpointError: it is of no known format, or naming what does not fit; after all else was printed.
+    """
+    require("torch", extra="export")
+    from tfm_export.checkpoints import SourceModel, draft_checkpoint
+
+    found = draft_checkpoint(path, settings)
+    state = _model_state(found) if isinstance(found, SourceModel) else _draft_state(found)
+    if as_json:
+        click.echo(json.dumps({"path": str(path), **state}, indent=2, ensure_ascii=False))
+    else:
+        _print(path, state)
+    if state["problems"]:
+        raise CheckpointError(state["problems"], "docs/checkpoints.md tells what is supported")
+
+
+def _model_state(source: SourceModel) -> dict[str, Any]:
+    facts = {**asdict(source.model.config), **asdict(source.special_ids)}
+    return {
+        "format": "a checkpoint of reference_model",
+        "found": {name: {"value": value, "origin": "its configuration"} for name, value in facts.items()},
+        "missing": {},
+        "problems": [],
+        "notes": source.notes,
+    }
+
+
+def _draft_state(draft: Draft) -> dict[str, Any]:
+    from tfm_export.checkpoints.settings import SETTINGS, how_to_say
+
+    problems = draft.all_problems()
+    missing = {
+        name: {"question": SETTINGS[name].question, "known": known, "say": how_to_say(name)}
+        for name, known in draft.missing.items()
+    }
+    return {
+        "format": draft.format,
+        "found": {name: asdict(fact) for name, fact in draft.facts.items()},
+        "options": draft.options,
+        "missing": missing,
+        "problems": problems,
+        "notes": [*draft.notes, *draft.keys.notes()],
+    }
+
+
+def _print(path: Path, state: dict[str, Any]) -> None:
+    click.echo(f"{path}: {state['format']}\n")
+    rows = [[name.replace("_", " "), str(fact["value"]), fact["origin"]] for name, fact in state["found"].items()]
+    click.echo(table([["found", "", "from"], *rows]))
+    if state.get("options"):
+        click.echo()
+        click.echo(table([["decoding", ""], *([name, str(value)] for name, value in state["options"].items())]))
+    click.echo()
+    for note in state["notes"]:
+        click.echo(f"note: {note}")
+    if state["missing"]:
+        rows = [
+            [entry["say"], f"{name.replace('_', ' ')}: {entry['question']}" + _bracketed(entry["known"])]
+            for name, entry in state["missing"].items()
+        ]
+        click.echo()
+        click.echo(table([["missing: say it with", ""], *rows]))
+    elif not state["problems"]:
+        click.echo("nothing is missing: tfm-export onnx takes it as it is")
+
+
+def _bracketed(text: str) -> str:
+    return f" ({text})" if text else ""
