@@ -16,7 +16,15 @@ from reference_model import Transformer
 from tfm_export import graph
 from tfm_export.graph_files import WeightsFile, read_graph
 
-MODULES = {"query": "W_q", "key": "W_k", "value": "W_v", "output": "W_o", "expand": "W_1", "contract": "W_2"}
+MODULES = {
+    "query": "W_q",
+    "key": "W_k",
+    "value": "W_v",
+    "output": "W_o",
+    "expand": "W_1",
+    "gate": "W_gate",
+    "contract": "W_2",
+}
 NAMES = ("encoder", "decoder_step", "decoder_step_attention")
 
 

@@ -128,8 +128,8 @@ def test_everything_has_the_type_that_tensorrt_wants(exported: Exported, variant
                     np.testing.assert_array_equal(constant(node.inputs[1]).astype(np.float32), scales[node.name])
             if node.op_type == "Gather":
                 assert node.inputs[0] is not None
-                assert node.inputs[0].dtype in {TYPES[compute], ir.DataType.INT64}
-            if node.op_type in {"LayerNormalization", "LogSoftmax"}:
+                assert node.inputs[0].dtype in {TYPES[compute], ir.DataType.INT64, ir.DataType.BOOL}
+            if node.op_type in {"LayerNormalization", "RMSNormalization", "LogSoftmax"}:
                 assert node.outputs[0].dtype == ir.DataType.FLOAT
 
 

@@ -212,9 +212,15 @@ def best(model: OnnxModel, bundle: Bundle, sources: list[list[int]], batch: int,
 def test_the_file_is_as_large_as_its_numbers(exported: Exported, bits: Bits, quantized: Path) -> None:
     config, tables = exported.model.config, []
     d, ff, vocabulary = config.d_model, config.d_ff, config.target_vocabulary_size
-    attention, feed_forward = [(d, d)] * 4, [(d, ff), (ff, d)]
+    heads = config.heads * config.head_size
+    attention = [(d, heads)] * 3 + [(heads, d)]
+    feed_forward = [(d, ff)] * (1 + config.gated_feed_forward) + [(ff, d)]
     shapes = config.encoder_layers * (attention + feed_forward) + config.decoder_layers * (2 * attention + feed_forward)
-    tables = [4 * config.max_length * d, 4 * vocabulary * d]
+    tables = [4 * vocabulary * d]
+    if config.positions != "relative":  # one table of positions if both sides' are the same
+        tables += [4 * d * length for length in {config.max_length, config.max_target_length}]
+        if config.positions == "learned" and config.max_length == config.max_target_length:
+            tables.append(tables[-1])
     if not config.share_embeddings:
         tables.append(4 * config.source_vocabulary_size * d)
     sizes = list(tables)
@@ -244,7 +250,8 @@ def test_skipped_layers_stay_and_the_bytes_are_always_the_same(exported: Exporte
 def test_the_names_are_those_of_the_layers(exported: Exported) -> None:
     model = read_graph(exported.folder / "decoder_step.onnx")
     names = [layer.name for layer in linears(model, "decoder_step")]
-    assert len(names) == 8 * exported.model.config.decoder_layers + 1
+    config = exported.model.config
+    assert len(names) == (8 + config.gated_feed_forward) * config.decoder_layers + 1
     skip = names[::3]
     done = quantize_weights(model, "decoder_step", bits=8, skip=skip)
     assert done == [name for name in names if name not in skip]

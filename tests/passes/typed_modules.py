@@ -21,9 +21,12 @@ from tfm_export.export.variant import dimensions_of
 Arrays = dict[str, NDArray[np.generic]]
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaled: bool = True) -> Tensor:
     """The operator `Attention` by PyTorch."""
-    return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    if mask.dtype != torch.bool:
+        mask = mask.to(query.dtype)
+    scale = None if scaled else 1.0
+    return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
 def scatter(cache: Tensor, new: Tensor, write_index: Tensor) -> Tensor:
@@ -46,9 +49,9 @@ def eager_operators() -> Iterator[None]:
 
 
 class Float32Norm(nn.Module):
-    """A layer norm in float32 between numbers of another type."""
+    """A norm of rows in float32 between numbers of another type."""
 
-    def __init__(self, norm: nn.LayerNorm) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.norm = copy.deepcopy(norm)
 
@@ -70,10 +73,11 @@ class Float32Logits(nn.Module):
 def in_type(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A module in float64; or in a 16-bit type, with layer norms and the log-softmax in float32."""
     module = copy.deepcopy(module)
-    norms = {name: m for name, m in module.named_modules() if isinstance(m, nn.LayerNorm)}
+    norms = {name: m for name, m in module.named_modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)}
     wrapped = {name: Float32Norm(norm) for name, norm in norms.items()} if dtype != torch.float64 else {}
     module = module.to(dtype)
-    module.table = module.table.to(dtype)
+    if module.embedding.positions is not None and module.embedding.positions.dtype != dtype:  # a constant
+        module.embedding.positions = module.embedding.positions.to(dtype)
     for name, norm in wrapped.items():
         parent, _, last = name.rpartition(".")
         setattr(module.get_submodule(parent), last, norm)

@@ -18,8 +18,8 @@ from reference_model import Transformer
 from reference_model.model import DecoderLayer, EncoderLayer, MultiHeadAttention, PositionalEncoding, RelativePositions
 from tfm_export.graph import OPSET
 
-# What hides a key in a mask that holds biases too: the lowest number of float16, so that variants in it have it too.
-HIDDEN = -65504.0
+# What hides a key in a mask that holds biases too: half of float16's lowest number, so that a score can be added.
+HIDDEN = -32768.0
 
 
 class Affine(nn.Module):
@@ -52,17 +52,16 @@ class Embed(nn.Module):
 
     def __init__(self, embedding: nn.Embedding, scale: float, positions: PositionalEncoding) -> None:
         super().__init__()
-        self.embedding, self.scale = embedding, scale
-        self.table, self.norm = positions.table, positions.norm
+        self.weight, self.scale = embedding.weight, scale
+        self.positions, self.norm = positions.table, positions.norm
 
     def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """Ids [B, T] -> [R, M]; the positions [B, T] are 0..T-1 unless they are given."""
-        x: Tensor = self.embedding(ids)
+        x: Tensor = nn.functional.embedding(ids, self.weight)
         if self.scale != 1:
             x = x * self.scale
-        if self.table is not None:
-            rows = self.table[: ids.size(1)] if positions is None else nn.functional.embedding(positions, self.table)
-            x = x + rows
+        if (table := self.positions) is not None:
+            x = x + (table[: ids.size(1)] if positions is None else nn.functional.embedding(positions, table))
         normalised: Tensor = self.norm(x.reshape(-1, x.size(2)))
         return normalised
 
@@ -189,7 +188,7 @@ class EncoderGraph(nn.Module):
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
-        self.embed = Embed(model.source_embedding, model.embedding_scale, model.source_positions)
+        self.embedding = Embed(model.source_embedding, model.embedding_scale, model.source_positions)
         self.relative = None if model.encoder_relative is None else RelativeMask(model.encoder_relative)
         self.norm = model.encoder_norm
         self.layers = nn.ModuleList(EncoderGraphLayer(layer) for layer in model.encoder_layers)
@@ -199,7 +198,7 @@ class EncoderGraph(nn.Module):
     def forward(self, source_ids: Tensor, source_mask: Tensor) -> list[Tensor]:
         """source_ids [B, S], source_mask [B, S] -> the key and value [B, H, S, D] of every decoder layer in turn."""
         batch, length = source_ids.shape
-        x = self.embed(source_ids)
+        x = self.embedding(source_ids)
         # ONNX Runtime's CPU Attention does not broadcast the query axis of a mask.
         mask = source_mask[:, None, None, :].expand(batch, 1, length, length)
         if self.relative is not None:
@@ -266,6 +265,15 @@ class DecoderGraphLayer(nn.Module):
         return self.feed_forward_residual.after(x, y), key, value
 
 
+def next_tokens(logits: Tensor, candidates: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits [B, Q, V] -> log_probs [B, Q, V], top_log_probs and top_ids [B, Q, N], log_normaliser [B, Q]."""
+    log_probs = logits.log_softmax(-1)
+    top_log_probs, top_ids = log_probs.topk(candidates, -1)
+    # Every token's logit is above its log-probability by the same amount: the first one's tells it.
+    log_normaliser = (logits[:, :, :1] - log_probs[:, :, :1]).squeeze(2)
+    return log_probs, top_log_probs, top_ids, log_normaliser
+
+
 class DecoderStepGraph(nn.Module):
     """decoder_step.onnx, or decoder_step_attention.onnx.
 
@@ -278,7 +286,7 @@ class DecoderStepGraph(nn.Module):
     def __init__(self, model: Transformer, candidates: int, attention_layer: int | None = None) -> None:
         super().__init__()
         self.attention_layer = attention_layer
-        self.embed = Embed(model.target_embedding, model.embedding_scale, model.target_positions)
+        self.embedding = Embed(model.target_embedding, model.embedding_scale, model.target_positions)
         self.relative = None if model.decoder_relative is None else RelativeMask(model.decoder_relative)
         self.norm, self.output_scale, self.candidates = model.decoder_norm, model.output_scale, candidates
         self.layers = nn.ModuleList(DecoderGraphLayer(layer) for layer in model.decoder_layers)
@@ -297,7 +305,7 @@ class DecoderStepGraph(nn.Module):
     ) -> tuple[Tensor, ...]:
         """See `tfm_export.graph.decoder_step_inputs` and `decoder_step_outputs`; keys and values alternate."""
         batch, queries = target_ids.shape
-        x = self.embed(target_ids, positions)
+        x = self.embedding(target_ids, positions)
         if self.relative is not None:
             # Slot j is not position j, but the slots that a query sees are in the order of their positions.
             key_positions = self_mask[:, 0].long().cumsum(-1) - 1
@@ -314,9 +322,4 @@ class DecoderStepGraph(nn.Module):
         if self.output_scale != 1:
             x = x * self.output_scale
         logits = self.projection(x).view(batch, queries, -1)
-        log_probs = logits.log_softmax(-1)
-        top_log_probs, top_ids = log_probs.topk(self.candidates, -1)
-        # Every token's logit is above its log-probability by the same amount: the first one's tells it.
-        log_normaliser = (logits[:, :, :1] - log_probs[:, :, :1]).squeeze(2)
-        outputs = (log_probs, top_log_probs, top_ids, log_normaliser, *updated)
-        return (*outputs, *(w.mean(1) for w in weights))
+        return (*next_tokens(logits, self.candidates), *updated, *(w.mean(1) for w in weights))

@@ -32,6 +32,7 @@ MOVES = frozenset({"Expand", "Gather", "Identity", "Reshape", "Slice", "Squeeze"
 _FLOAT = ir.DataType.FLOAT
 _KEPT_OPERATORS = {
     "LayerNormalization": "it adds up the squares of a whole row",
+    "RMSNormalization": "it adds up the squares of a whole row",
     "LogSoftmax": "it adds up the exponentials of a whole vocabulary",
 }
 _NO_LAYERS = graph.Dimensions(
