@@ -12,12 +12,11 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.contenders import BUNDLE, CHECKPOINT, CTRANSLATE2, SOURCE_LENGTH, SOURCES, VARIANTS
 from tfm_export.bundle import Bundle, Manifest
 from tfm_export.quantize.calibration import decode_traces, observe, thresholds
-from tfm_export.quantize.variant import PURPOSES, Recipe, layer_inputs, write_variant
+from tfm_export.quantize.variant import PURPOSES, Recipe, write_variant
 from tfm_export.staging import new_part
 
 VOCABULARY = 32_000
@@ -83,16 +82,14 @@ def add_variants(
 
     Args:
         bundle: of random weights.
-        names: precisions; those of floats and others apart.
+        names: precisions.
         sources: ids to calibrate on.
         progress: told what begins.
     """
     fp32 = bundle.variant_path("fp32")
-    values = None if FLOATS & {*names} else layer_inputs(fp32)
-    observations = observe(bundle, decode_traces(bundle, sources, beam_size=1, max_length=8), values)
-    numbers: dict[str, Any] = {"ranges": {value: observed.largest for value, observed in observations.items()}}
-    if not FLOATS & {*names}:
-        numbers["thresholds"] = thresholds(observations, "percentile")
+    observations = observe(bundle, decode_traces(bundle, sources, beam_size=1, max_length=8))
+    ranges = {value: observed.largest for value, observed in observations.items()}
+    limits = thresholds(observations, "percentile")
     for name in names:
         progress(f"making {name}")
 
@@ -100,7 +97,7 @@ def add_variants(
             return replace(manifest, variants={**manifest.variants, name: {"weights": name, "compute": name}})
 
         with new_part(bundle, f"onnx/{name}", force=True, forget=lambda manifest: manifest) as part:
-            write_variant(fp32, part.path, Recipe(precision=name, **numbers))
+            write_variant(fp32, part.path, Recipe(precision=name, ranges=ranges, thresholds=limits))
             part.purposes |= {file: PURPOSES[file] for file in PURPOSES if (part.path / file).is_file()}
             part.record = record
 

@@ -1,9 +1,11 @@
-"""ONNX graphs on disk: several of them beside one file of weights that they share."""
+"""ONNX graphs on disk: several of them beside one file of weights that they share, and how large their numbers get."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,6 +17,7 @@ from tfm_export.errors import BundleError
 # Smaller tensors stay inside the graph: runtimes fold shape constants only if they can see them.
 EXTERNAL_FROM_BYTES = 1024
 ALIGNMENT = 64
+RANGES = "ranges.json"
 
 
 def read_graph(path: Path) -> ir.Model:
@@ -52,6 +55,32 @@ def _write(model: ir.Model, path: Path) -> None:
     path.write_bytes(ir.serde.serialize_model(model).SerializeToString(deterministic=True))
     onnx.checker.check_model(path)
     os.chmod(path, 0o644)  # readable by the user that the service runs as
+
+
+def write_ranges(ranges: Mapping[str, float], path: Path) -> None:
+    """Write down how large the values of graphs get, to four digits.
+
+    Args:
+        ranges: the largest absolute value of each, by "graph/value".
+        path: the file, readable by every user.
+    """
+    path.write_text(json.dumps({name: float(f"{r:.4g}") for name, r in ranges.items()}, indent=0), encoding="utf-8")
+    os.chmod(path, 0o644)
+
+
+def read_ranges(path: Path) -> dict[str, float]:
+    """What `write_ranges` wrote.
+
+    Raises:
+        BundleError: the file is not of that form.
+    """
+    try:
+        return {str(name): float(largest) for name, largest in json.loads(path.read_text(encoding="utf-8")).items()}
+    except (AttributeError, TypeError, ValueError) as problem:
+        raise BundleError(
+            f"{path} does not tell how large values get: {problem}",
+            "make the variant again: tfm-export quantize --force",
+        ) from problem
 
 
 class WeightsFile:

@@ -12,6 +12,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
+from reference_model.config import TransformerConfig
 from tests.export.conftest import Exported, export_configuration, exported
 from tests.passes.dequantized import write_variant
 from tests.passes.test_embeddings import PASSES
@@ -25,6 +26,12 @@ from tfm_export.quantize.fusion import FUSED, check_fused, fused_operators, opti
 __all__ = ["export_configuration", "exported"]
 
 
+def layers_in(config: TransformerConfig) -> tuple[int, int]:
+    """The linear layers of the encoder's graph, and of the decoder step's."""
+    gate = int(config.gated_feed_forward)
+    return (6 + gate) * config.encoder_layers + 2 * config.decoder_layers, (8 + gate) * config.decoder_layers + 1
+
+
 def layers_of(folder: Path) -> list[str]:
     names = ("encoder", "decoder_step")
     return [layer.name for name in names for layer in linears(read_graph(folder / f"{name}.onnx"), name)]
@@ -34,11 +41,8 @@ def layers_of(folder: Path) -> list[str]:
 def test_every_layer_becomes_the_fast_operator(exported: Exported, variant: str, tmp_path: Path) -> None:
     folder, config = write_variant(exported.folder, tmp_path / "variant", PASSES[variant]), exported.model.config
     counts = fused_operators(folder)
-    expected = {
-        "encoder": 6 * config.encoder_layers + 2 * config.decoder_layers,
-        "decoder_step": 8 * config.decoder_layers + 1,
-        "decoder_step_attention": 8 * config.decoder_layers + 1,
-    }
+    encoder, step = layers_in(config)
+    expected = {"encoder": encoder, "decoder_step": step, "decoder_step_attention": step}
     assert {name: count[FUSED[variant]] for name, count in counts.items()} == {name: expected[name] for name in counts}
     for count in counts.values():
         assert not {"Gemm", "FusedGemm", "MatMulInteger"} & count.keys()
@@ -94,7 +98,7 @@ def test_the_form_needs_no_options_of_a_session(exported: Exported, tmp_path: Pa
     options.optimized_model_filepath, options.log_severity_level = str(tmp_path / "optimised.onnx"), 3
     onnxruntime.InferenceSession(folder / graph.DECODER_STEP, options, providers=["CPUExecutionProvider"])
     found = [node.op_type for node in onnx.load(tmp_path / "optimised.onnx", load_external_data=False).graph.node]
-    assert found.count("MatMulNBits") == 8 * exported.model.config.decoder_layers + 1
+    assert found.count("MatMulNBits") == layers_in(exported.model.config)[1]
 
 
 def test_what_does_not_load_is_told(tmp_path: Path) -> None:

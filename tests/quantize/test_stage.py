@@ -12,19 +12,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 
 from reference_model import Transformer, load_checkpoint, save_checkpoint
-from tfm_export.bundle import Bundle
+from tfm_export.bundle import GOLDEN, Bundle
 from tfm_export.errors import BundleError, ParityError, RequestError
 from tfm_export.export import export_bundle
-from tfm_export.graph_files import read_graph
+from tfm_export.graph_files import RANGES, read_graph, read_ranges
 from tfm_export.precision import PRECISIONS
 from tfm_export.quantize import Development, QuantizeOptions, QuantizeReport, quantize_bundle, speed, stage
+from tfm_export.quantize.calibration import Trace, observe
 from tfm_export.runtime.cpu import CpuFeatures
 from tfm_export.runtime.onnx_runtime import OnnxModel
-from tfm_export.verify import verify_variant
+from tfm_export.verify import read_golden, verify_variant
 
 ROOT = Path(__file__).parents[2]
 WORDS = (ROOT / "examples/g2p/words.txt").read_text(encoding="utf-8").split()
@@ -126,6 +128,23 @@ def test_every_precision_joins_a_bundle_and_is_verified_there(
         model.close()
 
 
+@pytest.mark.parametrize("precision", ["w8", pytest.param("int8", marks=pytest.mark.full)])
+def test_how_large_values_get_is_written_down_for_engines(tiny_bundle: Path, tmp_path: Path, precision: str) -> None:
+    """Of every value that the fp32 graphs compute, with and without padding."""
+    bundle = copied(tiny_bundle, tmp_path)
+    quantize_bundle(bundle, precision, ANY)
+    assert f"onnx/{precision}/{RANGES}" in Bundle.open(bundle.path).manifest.files
+    ranges = read_ranges(bundle.variant_path(precision) / RANGES)
+    for name in ("encoder", "decoder_step"):
+        values = [v for node in read_graph(bundle.variant_path("fp32") / f"{name}.onnx").graph for v in node.outputs]
+        assert {f"{name}/{v.name}" for v in values if v.dtype == ir.DataType.FLOAT} <= ranges.keys()
+    golden = read_golden(bundle, GOLDEN)
+    traces = [Trace(g.source_ids, [bundle.manifest.special_ids.bos, *g.tokens[:-1]]) for g in golden]
+    for name, observed in observe(bundle, traces, threads=1).items():
+        # Beam search's hypotheses and the padded sources come on top. Rounded to four digits.
+        assert ranges[name] >= observed.largest * (1 - 1e-3), name
+
+
 @pytest.mark.parametrize("precision", ["w8", "w4", "int8"])
 def test_the_same_variant_comes_out_each_time(tiny_bundle: Path, tmp_path: Path, precision: str) -> None:
     bundle = copied(tiny_bundle, tmp_path)
@@ -134,7 +153,7 @@ def test_the_same_variant_comes_out_each_time(tiny_bundle: Path, tmp_path: Path,
         quantize_bundle(bundle, precision, ANY, force=True)
         files = Bundle.open(bundle.path).manifest.files
         hashes.append({name: e.sha256 for name, e in files.items() if name.startswith(f"onnx/{precision}/")})
-    assert len(hashes[0]) == 3
+    assert len(hashes[0]) == 4
     assert hashes[0] == hashes[1]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -112,14 +113,14 @@ def test_the_parser_does_ignore_it_and_the_network_tells(bundle: Bundle, monkeyp
     """With the first line of defence gone, the second holds. If the parser learns to read it, this test says so."""
     derive = source_module._derive
 
-    def with_lengths(bundle: Bundle, file: str, *arguments: str) -> ir.Model:
-        model = derive(bundle, file, *arguments)  # type: ignore[arg-type]
+    def with_lengths(bundle: Bundle, file: str, *arguments: Any) -> tuple[ir.Model, dict[str, str]]:
+        model, kept = derive(bundle, file, *arguments)
         if file == graph.ENCODER:
             lengths = ir.Value(name="lengths", shape=ir.Shape(["batch"]), type=ir.TensorType(ir.DataType.INT64))
             model.graph.inputs.append(lengths)
             attention_of(model).resize_inputs(7)
             attention_of(model).replace_input_with(6, lengths)
-        return model
+        return model, kept
 
     monkeypatch.setattr(source_module, "_derive", with_lengths)
     monkeypatch.setattr(source_module, "check_graph", lambda *_: None)

@@ -18,7 +18,7 @@ _FLOAT = ir.DataType.FLOAT
 _16_BITS = frozenset(TYPES.values())
 
 # What these give are numbers that they read, or 0: rounded already.
-_EXACT = MOVES | {"Relu", "TensorScatter", "Where"}
+_EXACT = MOVES | {"Pad", "Relu", "TensorScatter", "Where"}
 
 
 def float32_twin(model: ir.Model) -> ir.Model:

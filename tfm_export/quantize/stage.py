@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tfm_export.bundle import Bundle, Manifest, write_text
 from tfm_export.errors import NumericError, ParityError, RequestError
 from tfm_export.precision import PRECISIONS
-from tfm_export.quantize.calibration import observe, thresholds
+from tfm_export.quantize.calibration import Observation, Trace, observe, thresholds
 from tfm_export.quantize.evidence import Evidence, gather_evidence, padded_traces
 from tfm_export.quantize.fusion import check_fused, fused_operators
 from tfm_export.quantize.options import QuantizeOptions, check_precision, skipped_layers
@@ -23,7 +23,6 @@ from tfm_export.quantize.variant import (
     STATIC,
     Made,
     Recipe,
-    layer_inputs,
     layer_names,
     write_variant,
 )
@@ -121,19 +120,22 @@ class _Work:
 
     def recipe(self, evidence: Evidence) -> Recipe:
         """How to begin: with everything quantised that the options do not skip."""
-        recipe = Recipe(precision=self.precision, skip=self.skip, reduced_range=self._reduced_range())
-        if self.precision in BITS:
-            return recipe
-        values = layer_inputs(self.fp32) if self.precision in STATIC else None
+        observations = self._observe(evidence.traces)
         # Padding is computed too, though nobody looks at it: an overflow there is an infinity times a weight of zero.
-        padded = [] if self.precision in STATIC else padded_traces(evidence.traces, self.bundle.manifest)
-        traces = [*evidence.traces, *padded]
-        observations = observe(self.bundle, traces, values, threads=self.options.threads, progress=self.progress)
-        if self.precision in STATIC:
-            return replace(
-                recipe, thresholds=thresholds(observations, self.options.method or DEFAULT_METHODS[self.precision])
-            )
-        return replace(recipe, ranges={name: o.largest for name, o in observations.items()})
+        padded = self._observe(padded_traces(evidence.traces, self.bundle.manifest))
+        recipe = Recipe(
+            precision=self.precision,
+            skip=self.skip,
+            ranges={name: max(o.largest, padded[name].largest) for name, o in observations.items()},
+            reduced_range=self._reduced_range(),
+        )
+        if self.precision not in STATIC:
+            return recipe
+        method = self.options.method or DEFAULT_METHODS[self.precision]
+        return replace(recipe, thresholds=thresholds(observations, method))
+
+    def _observe(self, traces: Sequence[Trace]) -> dict[str, Observation]:
+        return observe(self.bundle, traces, threads=self.options.threads, progress=self.progress)
 
     def _reduced_range(self) -> bool:
         wanted = self.options.reduced_range

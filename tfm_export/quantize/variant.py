@@ -10,7 +10,7 @@ from typing import Literal
 import onnx_ir as ir
 
 from tfm_export import graph
-from tfm_export.graph_files import WeightsFile, read_graph
+from tfm_export.graph_files import RANGES, WeightsFile, read_graph, write_ranges
 from tfm_export.passes.embeddings import quantize_embeddings
 from tfm_export.passes.linears import linears
 from tfm_export.passes.retype import retype
@@ -26,6 +26,7 @@ PURPOSES = {
     graph.DECODER_STEP: "the next token, over an append-only cache",
     graph.DECODER_STEP_ATTENTION: "the same with attention weights",
     graph.WEIGHTS: "weights of all graphs",
+    RANGES: "how large values get in fp32, for engines that compute them in 16 bits",
 }
 
 
@@ -38,7 +39,8 @@ class Recipe:
         skip: layers that stay in fp32, by the names of `passes.linears`; of embeddings "encoder/embedding" and
             "decoder_step/embedding".
         thresholds: int8, fp8: where activations are clipped, by "graph/value".
-        ranges: fp16, bf16: the largest absolute value of every tensor, by "graph/value".
+        ranges: the largest absolute value of every tensor, by "graph/value". It decides what stays in fp32 in fp16 and
+            bf16; with quantised variants it is written down for engines, whose other numbers have 16 bits.
         reduced_range: int8: weights of 7 bits, for CPUs without VNNI.
     """
 
@@ -83,12 +85,6 @@ def layer_names(folder: Path) -> list[str]:
     return names
 
 
-def layer_inputs(folder: Path) -> list[str]:
-    """What the linear layers of the fp32 graphs of a folder read, as "graph/value", each once."""
-    models = {name: read_graph(folder / f"{name}.onnx") for name in graph_names(folder)}
-    return [*dict.fromkeys(f"{name}/{layer.input.name}" for name, m in models.items() for layer in linears(m, name))]
-
-
 def write_variant(fp32: Path, target: Path, recipe: Recipe) -> Made:
     """Make a variant.
 
@@ -107,6 +103,9 @@ def write_variant(fp32: Path, target: Path, recipe: Recipe) -> Made:
         if name == _layers_of(name):  # the graph with attention weights repeats the layers of the step
             quantized += done
             kept |= left
+    if recipe.ranges and recipe.precision not in FLOAT_TYPES:
+        compiled = {_layers_of(name) for name in graph_names(fp32)}
+        write_ranges({v: r for v, r in recipe.ranges.items() if v.partition("/")[0] in compiled}, target / RANGES)
     return Made(quantized=quantized, kept=kept, bytes=sum(file.stat().st_size for file in target.iterdir()))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx_ir as ir
@@ -11,8 +11,9 @@ import onnx_ir as ir
 from tfm_export import graph
 from tfm_export.bundle import Bundle
 from tfm_export.engines import ENCODER_PLAN, FLOAT_TYPES, step_plan
+from tfm_export.errors import BuildError
 from tfm_export.graph import Dimensions, TensorSpec
-from tfm_export.graph_files import WeightsFile, read_graph
+from tfm_export.graph_files import RANGES, WeightsFile, read_graph, read_ranges
 from tfm_export.passes.embeddings import quantize_embeddings
 from tfm_export.passes.head_padding import pad_heads, padded_head_size
 from tfm_export.passes.linears import linears
@@ -36,6 +37,7 @@ class Source:
         profiles: of the plan.
         inputs: as the graph's table says, with the sizes of this engine.
         outputs: likewise.
+        kept: what is computed in float32 because the engine's other type cannot hold it, and why.
     """
 
     plan: str
@@ -43,6 +45,7 @@ class Source:
     profiles: Sequence[Profile]
     inputs: Sequence[TensorSpec]
     outputs: Sequence[TensorSpec]
+    kept: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def weight_bytes(self) -> int:
@@ -76,19 +79,22 @@ def derive_sources(
     Raises:
         BundleError: a graph cannot be read.
         ExportError: a graph is not of the expected form.
-        BuildError: TensorRT would not take a graph as it is, or shapes do not fit together.
+        BuildError: TensorRT would not take a graph as it is, shapes do not fit together, or nobody has measured whether
+            the variant's numbers fit into float16.
     """
-    float_type = FLOAT_TYPES[compute]
+    float_type, ranges = FLOAT_TYPES[compute], _measured_ranges(bundle, variant, compute)
     dimensions = bundle.manifest.dimensions
     wide = Dimensions(**{**vars(dimensions), "head_size": engine_head_size(dimensions, compute)})
+    model, kept = _derive(bundle, graph.ENCODER, variant, compute, ranges)
     encoder = Source(
         plan=ENCODER_PLAN,
-        model=_derive(bundle, graph.ENCODER, variant, compute),
+        model=model,
         profiles=limits.encoder_profiles(),
         inputs=graph.encoder_inputs(),
         outputs=graph.encoder_outputs(wide, float_type),
+        kept=kept,
     )
-    step = _derive(bundle, graph.DECODER_STEP, variant, compute)
+    step, kept = _derive(bundle, graph.DECODER_STEP, variant, compute, ranges)
     steps = (
         Source(
             plan=step_plan(capacity),
@@ -96,6 +102,7 @@ def derive_sources(
             profiles=limits.step_profiles(capacity),
             inputs=graph.decoder_step_inputs(wide, float_type),
             outputs=graph.decoder_step_outputs(wide, float_type),
+            kept=kept,
         )
         for capacity in capacities
     )
@@ -118,17 +125,51 @@ def write_sources(sources: Sequence[Source], folder: Path) -> None:
         weights.write(source.model, folder / source.file)
 
 
-def _derive(bundle: Bundle, file: str, variant: str, compute: Compute) -> ir.Model:
+def uses_ranges(variant: str, compute: Compute) -> bool:
+    """Whether measured ranges decide what an engine computes in 16 bits: bfloat16 has the range of float32."""
+    return variant not in FLOAT_TYPES and compute == "fp16"
+
+
+def _measured_ranges(bundle: Bundle, variant: str, compute: Compute) -> dict[str, float] | None:
+    """How large the values of a quantised variant get, by "graph/value"; None where all of them fit or mean nothing."""
+    if not uses_ranges(variant, compute) or variant not in bundle.manifest.variants:
+        return None
+    file = bundle.variant_path(variant) / RANGES
+    if not file.is_file():
+        raise BuildError(
+            f"the variant {variant} does not tell how large its numbers get ({RANGES}), so those that float16 cannot "
+            "hold are not known",
+            f"tfm-export quantize {bundle.path} --{variant} --for tensorrt --force, which measures it; or --compute "
+            "bf16, which has the range of float32",
+        )
+    return read_ranges(file)
+
+
+def _derive(
+    bundle: Bundle, file: str, variant: str, compute: Compute, ranges: Mapping[str, float] | None
+) -> tuple[ir.Model, dict[str, str]]:
+    """A graph as TensorRT is given it, and the values and weights that stay in float32 in it."""
     if variant in bundle.manifest.variants:
         model = read_graph(bundle.variant_path(variant) / file)
     else:
         model = _sketch(bundle.variant_path("fp32") / file, variant)
+    kept = {}
     if variant not in FLOAT_TYPES:
-        tensorrt_form(model, variant, compute=compute)
+        start = f"{Path(file).stem}/"
+        own = None if ranges is None else {v.removeprefix(start): r for v, r in ranges.items() if v.startswith(start)}
+        found = tensorrt_form(model, variant, compute=compute, ranges=own).kept
+        kept = {name: reason for name, reason in found.items() if name not in _never_told(model)}
         merge_block_linears(model)
     if compute != "fp32":
         pad_heads(model, bundle.manifest.dimensions.head_size)
-    return model
+    return model, kept
+
+
+def _never_told(model: ir.Model) -> set[str]:
+    """What always stays in float32: some operators, and factors that are no numbers of 16 bits."""
+    constants = model.graph.initializers.items()
+    factors = {name for name, value in constants if value.const_value is not None and value.const_value.size == 1}
+    return {node.op_type for node in model.graph} | factors
 
 
 def _sketch(path: Path, variant: str) -> ir.Model:

@@ -14,6 +14,7 @@ from tfm_export.engines import ENGINE_FILE, ENGINES, FLOAT_TYPES, EngineRecord, 
 from tfm_export.errors import BuildError, BundleError
 from tfm_export.extras import require_onnxruntime
 from tfm_export.graph import Dimensions
+from tfm_export.graph_files import RANGES
 from tfm_export.staging import Part, check_part, new_part
 from tfm_export.trt.builder import Builder
 from tfm_export.trt.flavor import Flavor, open_flavor
@@ -23,9 +24,10 @@ from tfm_export.trt.monitor import Progress, Silent
 from tfm_export.trt.options import DEFAULT_BEAM, Compute, EngineOptions
 from tfm_export.trt.profiles import EngineLimits, usual_source_length
 from tfm_export.trt.proof import PlanProof, prove
-from tfm_export.trt.source import Source, derive_sources, engine_head_size, write_sources
+from tfm_export.trt.source import Source, derive_sources, engine_head_size, uses_ranges, write_sources
 
 NETWORK = "network.txt"
+MOST_TOLD = 3  # values that stay in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +136,7 @@ def build_blueprint(bundle: Bundle, blueprint: Blueprint, progress: Progress, *,
     """Build what a blueprint says; see `build_engine`."""
     start = time.perf_counter()
     with new_part(bundle, blueprint.part, force=force, forget=lambda m: _without(m, blueprint.name)) as part:
+        _tell_kept(blueprint.sources[:2], progress)  # all capacities keep the same
         progress.begin("writing the graphs")
         write_sources(blueprint.sources, part.path)
         builder = Builder(blueprint.flavor, blueprint.options, blueprint.targets, progress)
@@ -215,6 +218,15 @@ def _default_name(options: EngineOptions, flavor: Flavor, targets: Sequence[str]
     return "-".join(words)
 
 
+def _tell_kept(sources: Sequence[Source], progress: Progress) -> None:
+    """Say what is computed in float32 although another type was asked for."""
+    for source in sources:
+        if source.kept:
+            some = "; ".join(f"{name}: {reason}" for name, reason in [*source.kept.items()][:MOST_TOLD])
+            more = f"; and {len(source.kept) - MOST_TOLD} more" if len(source.kept) > MOST_TOLD else ""
+            progress.note(f"{source.plan}: what does not fit stays in float32: {some}{more}")
+
+
 def _build_plan(builder: Builder, source: Source, blueprint: Blueprint, part: Part, progress: Progress) -> PlanProof:
     """Build and prove one plan, and write down what it is made of."""
     plan = part.path / plan_file(source.plan)
@@ -270,7 +282,10 @@ def _record(
     bundle: Bundle, blueprint: Blueprint, proofs: Sequence[PlanProof], agreement: dict[str, float], seconds: float
 ) -> EngineRecord:
     limits, dimensions = blueprint.limits, bundle.manifest.dimensions
-    files = [f"onnx/{blueprint.variant}/{name}" for name in (graph.ENCODER, graph.DECODER_STEP, graph.WEIGHTS)]
+    sources = [graph.ENCODER, graph.DECODER_STEP, graph.WEIGHTS]
+    if uses_ranges(blueprint.variant, blueprint.compute):
+        sources.append(RANGES)
+    files = [f"onnx/{blueprint.variant}/{name}" for name in sources]
     return EngineRecord(
         name=blueprint.name,
         flavor=blueprint.flavor.name,

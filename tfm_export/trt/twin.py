@@ -93,7 +93,10 @@ def compiled_model(
         for source, file in ((encoder, graph.ENCODER), (step, graph.DECODER_STEP)):
             model = read_graph(folder / source.file)
             _name_axes(model, source)
-            weights.write(model if compute == "fp32" else float32_twin(model), target / file)
+            if compute != "fp32":
+                float32_twin(model)
+            _keep_infinities(model)
+            weights.write(model, target / file)
         wide = Dimensions(**{**vars(bundle.manifest.dimensions), "head_size": head_size})
         loaded = OnnxModel(
             Bundle(bundle.path, replace(bundle.manifest, dimensions=wide)), folder=target, threads=threads
@@ -113,6 +116,29 @@ def _name_axes(model: ir.Model, source: Source) -> None:
     for node in model.graph:  # what was known of a capacity holds no more
         if node.op_type == "TensorScatter":
             node.outputs[0].shape = node.inputs[0].shape if node.inputs[0] is not None else None
+
+
+def _keep_infinities(model: ir.Model) -> None:
+    """Make what was infinite, or not a number, before it was quantised not a number afterwards.
+
+    Integers have neither, so what overflows would go on as their largest number, and nobody would see it: x - x is 0
+    for every other number.
+    """
+    for node in [*model.graph]:
+        if node.op_type != "QuantizeLinear":
+            continue
+        x = node.inputs[0]
+        assert x is not None
+        for dequantize in [*node.outputs[0].consumers()]:
+            numbers = dequantize.outputs[0]
+            readers = [*numbers.uses()]
+            zero = ir.node("Sub", [x, x], name=f"{numbers.name}_zero")
+            checked = ir.node("Add", [numbers, zero.outputs[0]], name=f"{numbers.name}_checked")
+            for made in (zero, checked):
+                made.outputs[0].name, made.outputs[0].shape, made.outputs[0].dtype = made.name, x.shape, x.dtype
+            model.graph.insert_after(dequantize, [zero, checked])
+            for reader, index in readers:
+                reader.replace_input_with(index, checked.outputs[0])
 
 
 def _needed(bundle: Bundle, variant: str, compute: Compute) -> Precision:
