@@ -6,12 +6,24 @@ Every step runs the whole decoder over the whole target so far.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from reference_model.checkpoint import SpecialIds
-from reference_model.model import Transformer
+
+
+class EncoderDecoder(Protocol):
+    """What the searches need of a model; `reference_model.Transformer` has it."""
+
+    def encode(self, source_ids: Tensor, source_mask: Tensor, /) -> Tensor:
+        """source_ids [B, S], source_mask [B, S] -> memory [B, S, M]."""
+        ...
+
+    def decode(self, target_ids: Tensor, memory: Tensor, source_mask: Tensor, /) -> Tensor:
+        """target_ids [B, T], memory [B, S, M], source_mask [B, S] -> logits [B, T, V]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -37,14 +49,14 @@ class Hypothesis:
 
 
 @torch.inference_mode()
-def next_log_probs(model: Transformer, memory: Tensor, source_mask: Tensor, target_ids: Tensor) -> Tensor:
+def next_log_probs(model: EncoderDecoder, memory: Tensor, source_mask: Tensor, target_ids: Tensor) -> Tensor:
     """The log-probabilities [B, V] of the token after target_ids [B, T]."""
     return model.decode(target_ids, memory, source_mask)[:, -1].log_softmax(-1)
 
 
 @torch.inference_mode()
 def greedy(
-    model: Transformer, source_ids: Tensor, source_mask: Tensor, special: SpecialIds, max_length: int
+    model: EncoderDecoder, source_ids: Tensor, source_mask: Tensor, special: SpecialIds, max_length: int
 ) -> list[Hypothesis]:
     """The likeliest token at every step, until the end token or `max_length` tokens, the end token included.
 
@@ -124,7 +136,7 @@ class BeamSearch:
 
 @torch.inference_mode()
 def beam_batch(
-    model: Transformer,
+    model: EncoderDecoder,
     source_ids: Tensor,
     source_mask: Tensor,
     special: SpecialIds,
@@ -160,7 +172,7 @@ def beam_batch(
 
 
 def beam(
-    model: Transformer,
+    model: EncoderDecoder,
     source_ids: Tensor,
     special: SpecialIds,
     max_length: int,

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tfm_export.checkpoints import reference
+from tfm_export.checkpoints.adapted import Factory, read_adapter, read_weights
+from tfm_export.checkpoints.adapter import Adapter, AdapterConfig, Cache, attend, slot_positions
 from tfm_export.checkpoints.draft import Draft, Fact
 from tfm_export.checkpoints.files import read_contents
 from tfm_export.checkpoints.recognise import draft_model
@@ -14,7 +16,22 @@ from tfm_export.checkpoints.settings import check_settings, read_settings
 from tfm_export.checkpoints.source_model import SourceModel
 from tfm_export.errors import CheckpointError
 
-__all__ = ["Draft", "Fact", "SourceModel", "draft_checkpoint", "read_checkpoint", "read_settings"]
+__all__ = [
+    "Adapter",
+    "AdapterConfig",
+    "Cache",
+    "Draft",
+    "Fact",
+    "Factory",
+    "SourceModel",
+    "attend",
+    "draft_checkpoint",
+    "read_adapter",
+    "read_checkpoint",
+    "read_settings",
+    "read_weights",
+    "slot_positions",
+]
 
 
 def read_checkpoint(path: str | Path, settings: Mapping[str, Any] | None = None) -> SourceModel:

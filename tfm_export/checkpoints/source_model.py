@@ -8,6 +8,7 @@ from typing import Any
 
 from reference_model import Transformer
 from tfm_export.bundle import GenerationDefaults, SpecialIds
+from tfm_export.checkpoints.adapter import Adapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +17,7 @@ class SourceModel:
 
     Attributes:
         path: where it was read from.
-        model: in fp32 and evaluation mode.
+        model: in fp32 and evaluation mode; an adapter of the user's own code, or a reference model.
         special_ids: the ids that are not text.
         generation: decoding defaults.
         tokenizer: the files that go into the bundle's tokenizer folder, by name; empty if the checkpoint has none.
@@ -26,7 +27,7 @@ class SourceModel:
     """
 
     path: Path
-    model: Transformer
+    model: Transformer | Adapter
     special_ids: SpecialIds
     generation: GenerationDefaults
     tokenizer: dict[str, bytes]

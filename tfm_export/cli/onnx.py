@@ -8,6 +8,7 @@ from typing import IO, Any
 import click
 
 from tfm_export.bundle import DEFAULT_PATH
+from tfm_export.cli.checkpoint_adapter import adapter_option, load_factory
 from tfm_export.cli.checkpoint_options import checkpoint_options, given_settings
 from tfm_export.cli.files import read_texts
 from tfm_export.cli.options import force_option, json_option
@@ -47,6 +48,7 @@ from tfm_export.staging import check_target
 )
 @click.option("--no-verify", is_flag=True, help="Do not compare with PyTorch.")
 @checkpoint_options
+@adapter_option
 @force_option
 @json_option
 def command(
@@ -62,6 +64,7 @@ def command(
     force: bool,
     as_json: bool,
     config: Path | None,
+    adapter: str | None,
     **options: Any,
 ) -> None:
     """Export CHECKPOINT to a bundle: an encoder graph and a decoder-step graph with a cache, verified against PyTorch.
@@ -88,6 +91,7 @@ def command(
             checkpoint,
             output,
             settings=given_settings(config, options),
+            adapter=None if adapter is None else load_factory(adapter),
             inputs=None if inputs is None else read_texts(inputs),
             max_source_length=max_source_length,
             max_target_length=max_target_length,

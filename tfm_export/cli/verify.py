@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from tfm_export.bundle import Bundle
+from tfm_export.cli.checkpoint_adapter import adapter_option, load_factory
 from tfm_export.cli.options import bundle_argument, json_option, threads_option
 from tfm_export.cli.progress import Stopwatch
 from tfm_export.cli.reports import print_verdict
@@ -26,9 +27,17 @@ from tfm_export.extras import require, require_onnxruntime
     type=click.IntRange(min=0),
     help="The number of a GPU: judge all that runs there, engines and ONNX graphs, instead of the graphs on the CPU.",
 )
+@adapter_option
 @threads_option
 @json_option
-def command(bundle: Path, checkpoint: Path | None, gpu: int | None, threads: int | None, as_json: bool) -> None:
+def command(
+    bundle: Path,
+    checkpoint: Path | None,
+    gpu: int | None,
+    adapter: str | None,
+    threads: int | None,
+    as_json: bool,
+) -> None:
     """Compare a bundle with PyTorch: its golden inputs token for token, alone and batched.
 
     \b
@@ -38,15 +47,21 @@ def command(bundle: Path, checkpoint: Path | None, gpu: int | None, threads: int
 
     Ends with exit code 3 if the bundle does not give what PyTorch gives.
     """
+    if adapter is not None and checkpoint is None:
+        raise click.UsageError("--adapter has no effect without --checkpoint")
     opened = Bundle.open(bundle)
     require_onnxruntime()
     reference = None
     if checkpoint is not None:
         require("torch", extra="export")
-        from tfm_export.checkpoints import read_checkpoint
+        from tfm_export.checkpoints import read_adapter, read_checkpoint
 
         # What its file does not say is what was said when it was exported.
-        reference = read_checkpoint(checkpoint, opened.manifest.model.get("settings")).model
+        settings = opened.manifest.model.get("settings")
+        if adapter is None:
+            reference = read_checkpoint(checkpoint, settings).model
+        else:
+            reference = read_adapter(checkpoint, load_factory(adapter), settings).model
     from tfm_export.verify import PARITY, PARITY_GPU, reports_json, verify_gpu, verify_variant, write_reports
 
     left_out: list[str] = []

@@ -14,6 +14,7 @@ from reference_model.checkpoint import SpecialIds as ReferenceSpecialIds
 from reference_model.data import pad
 from reference_model.search import Hypothesis, beam_batch, greedy
 from tfm_export.bundle import Limits, SpecialIds
+from tfm_export.checkpoints.adapter import Adapter
 from tfm_export.tokenizer import Tokenizer
 from tfm_export.verify.golden import BeamGolden, Golden
 from tfm_export.verify.reference import in_precision
@@ -62,7 +63,7 @@ class GoldenSet:
         }
 
 
-def synthetic_sources(model: Transformer, special: SpecialIds, limits: Limits, seed: int = 0) -> list[Source]:
+def synthetic_sources(model: Transformer | Adapter, special: SpecialIds, limits: Limits, seed: int = 0) -> list[Source]:
     """Random ids of random lengths; they end as real sources do."""
     rng = np.random.default_rng(seed)
     start, end = [special.bos] * special.source_starts_with_bos, [special.eos] * special.source_ends_with_eos
@@ -78,7 +79,7 @@ def real_sources(lines: Sequence[str], tokenizer: Tokenizer) -> list[Source]:
 
 
 def make_golden(
-    model: Transformer,
+    model: Transformer | Adapter,
     sources: Sequence[Source],
     special: SpecialIds,
     *,
@@ -148,8 +149,8 @@ def _reference_special(special: SpecialIds) -> ReferenceSpecialIds:
 
 @torch.inference_mode()
 def _measure(
-    model: Transformer,
-    exact: Transformer,
+    model: Transformer | Adapter,
+    exact: Transformer | Adapter,
     source_ids: Tensor,
     source_mask: Tensor,
     tokens: list[list[int]],

@@ -16,6 +16,7 @@ from torch.onnx import ops
 
 from reference_model import Transformer
 from reference_model.model import DecoderLayer, EncoderLayer, MultiHeadAttention, PositionalEncoding, RelativePositions
+from tfm_export.export.top_tokens import top_tokens
 from tfm_export.graph import OPSET
 
 # What hides a key in a mask that holds biases too: half of float16's lowest number, so that a score can be added.
@@ -268,7 +269,7 @@ class DecoderGraphLayer(nn.Module):
 def next_tokens(logits: Tensor, candidates: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Logits [B, Q, V] -> log_probs [B, Q, V], top_log_probs and top_ids [B, Q, N], log_normaliser [B, Q]."""
     log_probs = logits.log_softmax(-1)
-    top_log_probs, top_ids = log_probs.topk(candidates, -1)
+    top_log_probs, top_ids = top_tokens(log_probs, candidates)
     # Every token's logit is above its log-probability by the same amount: the first one's tells it.
     log_normaliser = (logits[:, :, :1] - log_probs[:, :, :1]).squeeze(2)
     return log_probs, top_log_probs, top_ids, log_normaliser

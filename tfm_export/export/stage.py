@@ -11,7 +11,7 @@ from typing import Any
 
 from tfm_export import graph
 from tfm_export.bundle import GOLDEN, TOKENIZER, Bundle, Limits, Manifest, write_text
-from tfm_export.checkpoints import SourceModel, read_checkpoint
+from tfm_export.checkpoints import Adapter, Factory, SourceModel, read_adapter, read_checkpoint
 from tfm_export.errors import ExportError, ParityError, RequestError
 from tfm_export.export.golden import MOST_LINES, GoldenSet, Source, make_golden, real_sources, synthetic_sources
 from tfm_export.export.variant import dimensions_of, write_fp32_variant
@@ -28,6 +28,7 @@ def export_bundle(
     path: str | Path,
     *,
     settings: Mapping[str, Any] | None = None,
+    adapter: Factory | None = None,
     inputs: Sequence[str] | None = None,
     max_source_length: int | None = None,
     max_target_length: int | None = None,
@@ -42,6 +43,8 @@ def export_bundle(
         checkpoint: the file, or a folder with a configuration and weights.
         path: the bundle to write.
         settings: what the checkpoint does not say of itself; see `checkpoints.read_checkpoint`.
+        adapter: makes the model of the checkpoint's path, for models that are not read otherwise. It is code of the
+            caller's, which runs here.
         inputs: real source texts for the golden set; without them it is synthetic.
         max_source_length: the longest source, its end token included; the position table's length by default.
         max_target_length: the longest target, its end token included; likewise.
@@ -63,7 +66,7 @@ def export_bundle(
     path = Path(path)
     check_target(path, force=force, inputs=[Path(checkpoint)])
     progress(f"reading {checkpoint}")
-    source = read_checkpoint(checkpoint, settings)
+    source = read_checkpoint(checkpoint, settings) if adapter is None else read_adapter(checkpoint, adapter, settings)
     limits = _limits(source, max_source_length, max_target_length)
     attention_layer = _layer(source, attention_layer)
     manifest = Manifest(
@@ -108,6 +111,8 @@ def _limits(source: SourceModel, max_source_length: int | None, max_target_lengt
 
 def _layer(source: SourceModel, layer: int | None) -> int | None:
     """A decoder layer's number, counted from the first."""
+    if layer is not None and isinstance(source.model, Adapter):
+        raise ExportError("an adapter's graphs give no attention weights", "export without them")
     layers = source.model.config.decoder_layers
     if layer is not None and not -layers <= layer < layers:
         raise ExportError(f"attention layer {layer} is not in {-layers}..{layers - 1}: the decoder has {layers} layers")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch import nn
@@ -72,6 +73,7 @@ def export_module(
     model = program.model
     model.ir_version = IR_VERSION
     _strip_traces(model)
+    _write_biases(model)
     _name_axes(model, inputs, outputs)
     return model
 
@@ -90,6 +92,26 @@ def _strip_traces(model: ir.Model) -> None:
                 value.metadata_props.clear()
         for value in (*graph.inputs, *graph.initializers.values()):
             value.metadata_props.clear()
+
+
+def _write_biases(model: ir.Model) -> None:
+    """Give every Gemm a bias again: the exporter drops those of zeros, and all that is made of graphs looks for one."""
+    for node in model.graph:
+        weight = node.inputs[1] if node.op_type == "Gemm" else None
+        if weight is None or len(node.inputs) > 2:
+            continue
+        assert weight.name is not None
+        assert weight.shape is not None
+        transposed = "transB" in node.attributes and node.attributes["transB"].as_int()
+        size = weight.shape[0 if transposed else 1]
+        name = f"{weight.name.removesuffix('.weight')}.bias"
+        bias = model.graph.initializers.get(name)  # of a layer that is called twice
+        if bias is None:
+            tensor = ir.tensor(np.zeros(size, np.float32), name=name)
+            bias = ir.Value(name=name, shape=ir.Shape([size]), type=ir.TensorType(tensor.dtype), const_value=tensor)
+            model.graph.register_initializer(bias)
+        node.resize_inputs(3)
+        node.replace_input_with(2, bias)
 
 
 def _name_axes(model: ir.Model, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:

@@ -7,10 +7,13 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from torch import nn
 from torch.export import Dim
 
 from reference_model import Transformer
 from tfm_export import graph
+from tfm_export.checkpoints.adapter import Adapter
+from tfm_export.export.adapter_graphs import AdapterEncoderGraph, AdapterStepGraph
 from tfm_export.export.graphs import DecoderStepGraph, EncoderGraph
 from tfm_export.export.tracing import export_module
 from tfm_export.graph import Dimensions
@@ -20,7 +23,7 @@ from tfm_export.graph_files import WeightsFile
 CANDIDATES = 16
 
 
-def dimensions_of(model: Transformer) -> Dimensions:
+def dimensions_of(model: Transformer | Adapter) -> Dimensions:
     """What the graphs of a model show of it."""
     config = model.config
     return Dimensions(
@@ -33,13 +36,13 @@ def dimensions_of(model: Transformer) -> Dimensions:
     )
 
 
-def encoder_model(model: Transformer, dimensions: Dimensions) -> ir.Model:
+def encoder_model(model: Transformer | Adapter, dimensions: Dimensions) -> ir.Model:
     """encoder.onnx, in memory."""
     batch, source = Dim("batch"), Dim("source")
     shape = (2, max(min(7, model.config.max_length), 2))  # no longer than the position table; an axis of 1 stays 1
     example = (torch.zeros(shape, dtype=torch.long), torch.ones(shape, dtype=torch.bool))
     return export_module(
-        EncoderGraph(model),
+        AdapterEncoderGraph(model) if isinstance(model, Adapter) else EncoderGraph(model),
         example,
         ({0: batch, 1: source}, {0: batch, 1: source}),
         graph.encoder_inputs(),
@@ -47,7 +50,9 @@ def encoder_model(model: Transformer, dimensions: Dimensions) -> ir.Model:
     )
 
 
-def decoder_step_model(model: Transformer, dimensions: Dimensions, attention_layer: int | None = None) -> ir.Model:
+def decoder_step_model(
+    model: Transformer | Adapter, dimensions: Dimensions, attention_layer: int | None = None
+) -> ir.Model:
     """decoder_step.onnx, in memory; with an attention layer, decoder_step_attention.onnx."""
     sizes = {"batch": 2, "query": 3, "source": 7, "capacity": 16}
     symbols = {name: Dim(name) for name in sizes}
@@ -62,8 +67,12 @@ def decoder_step_model(model: Transformer, dimensions: Dimensions, attention_lay
 
     single, caches = inputs[:5], 2 * dimensions.decoder_layers
     keys_values = inputs[5 : 5 + caches], inputs[5 + caches :]
+    if isinstance(model, Adapter):
+        step: nn.Module = AdapterStepGraph(model, dimensions.candidates)
+    else:
+        step = DecoderStepGraph(model, dimensions.candidates, attention_layer)
     return export_module(
-        DecoderStepGraph(model, dimensions.candidates, attention_layer),
+        step,
         (*map(example, single), *([example(spec) for spec in specs] for specs in keys_values)),
         (*map(shapes, single), *([shapes(spec) for spec in specs] for specs in keys_values)),
         inputs,
@@ -71,7 +80,7 @@ def decoder_step_model(model: Transformer, dimensions: Dimensions, attention_lay
     )
 
 
-def write_fp32_variant(model: Transformer, folder: Path, *, attention_layer: int | None = None) -> Dimensions:
+def write_fp32_variant(model: Transformer | Adapter, folder: Path, *, attention_layer: int | None = None) -> Dimensions:
     """Write the graphs and their weights into a new folder.
 
     Args:

@@ -25,7 +25,7 @@ from tfm_export.verify.page import parity_page
 from tfm_export.verify.report import Divergence, GenerationComparison, ParityReport, TensorComparison, reports_json
 
 if TYPE_CHECKING:
-    from reference_model import Transformer
+    from tfm_export.verify.reference import Reference
 
 __all__ = [
     "BeamGolden",
@@ -54,7 +54,7 @@ def verify_variant(
     bundle: Bundle,
     variant: str = "fp32",
     *,
-    reference: Transformer | None = None,
+    reference: Reference | None = None,
     threads: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> ParityReport:
@@ -86,7 +86,7 @@ def verify_model(
     variant: str,
     backend: str,
     *,
-    reference: Transformer | None = None,
+    reference: Reference | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> ParityReport:
     """Judge a loaded model of a variant, on whatever backend.
@@ -128,7 +128,7 @@ def verify_gpu(
     bundle: Bundle,
     gpu: int,
     *,
-    reference: Transformer | None = None,
+    reference: Reference | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[ParityReport], list[str]]:
     """Judge every engine and variant of a bundle that runs on a GPU.

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from reference_model import Transformer
+from tfm_export.checkpoints.adapter import Adapter
+
+Reference = Transformer | Adapter
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,13 @@ class ReferenceRun:
     keys_values: dict[str, NDArray[np.float64]]
 
 
-def in_precision(model: Transformer, dtype: torch.dtype) -> Transformer:
+def in_precision(model: Reference, dtype: torch.dtype) -> Reference:
     """A copy of a model that computes in another float type, position table included."""
     return copy.deepcopy(model).to(dtype).eval()
 
 
 @torch.inference_mode()
-def run_reference(model: Transformer, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor) -> ReferenceRun:
+def run_reference(model: Reference, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor) -> ReferenceRun:
     """Run a model once over whole targets and keep what its decoder projects.
 
     Args:
@@ -44,6 +47,8 @@ def run_reference(model: Transformer, source_ids: Tensor, source_mask: Tensor, t
         source_mask: [B, S].
         target_ids: [B, T], from the start token on.
     """
+    if isinstance(model, Adapter):
+        return _run_adapter(model, source_ids, source_mask, target_ids)
     kept: dict[str, Tensor] = {}
     hooks = [
         linear.register_forward_hook(_keep(kept, f"{kind}_{part}_{i}"))
@@ -58,6 +63,20 @@ def run_reference(model: Transformer, source_ids: Tensor, source_mask: Tensor, t
             hook.remove()
     split = model.decoder_layers[0].self_attention.split_heads
     return ReferenceRun(log_probs.numpy(), {name: split(x).double().numpy() for name, x in kept.items()})
+
+
+def _run_adapter(model: Adapter, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor) -> ReferenceRun:
+    """What is cached as `decode_step` computes it, and what comes out as `decode` does, which may be other code."""
+    memory = model.encode(source_ids, source_mask)
+    log_probs = model.decode(target_ids, memory, source_mask).double().log_softmax(-1)
+    _, caches = model.decode_with_cache(target_ids, memory, source_mask)
+    kept = {
+        f"{kind}_{part}_{i}": tensor.double().numpy()
+        for kind, layers in (("self", caches), ("cross", model.cross_keys_values(memory)))
+        for i, pair in enumerate(layers)
+        for part, tensor in zip(("key", "value"), pair, strict=True)
+    }
+    return ReferenceRun(log_probs.numpy(), kept)
 
 
 def _keep(kept: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any, Tensor], None]:

@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from reference_model import Transformer
 from tfm_export import graph
 from tfm_export.precision import Tolerance
 from tfm_export.runtime.step_model import Sentences, StepModel
-from tfm_export.verify.reference import ReferenceRun, in_precision, run_reference
+from tfm_export.verify.reference import Reference, ReferenceRun, in_precision, run_reference
 from tfm_export.verify.report import TensorComparison
 
 
@@ -65,7 +64,7 @@ class StepsComparison:
     argmax_agreement: float
 
 
-def compare_steps(model: StepModel, reference: Transformer, tolerance: Tolerance) -> StepsComparison:
+def compare_steps(model: StepModel, reference: Reference, tolerance: Tolerance) -> StepsComparison:
     """Run every case step by step and hold each step to a whole forward pass of the reference in float64.
 
     Args:
