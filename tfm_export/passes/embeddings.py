@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from tfm_export.errors import ExportError
 from tfm_export.passes.linears import add_initializer
-from tfm_export.passes.weight_only import BLOCK, block_size, round_blocks
+from tfm_export.passes.weight_only import BLOCKS, block_size, round_blocks
 
 _IDS = ("source_ids", "target_ids")
 _ROWS, _SCALE = "_rows", "_rows_scale"  # what the table's name gets
 
 
-def quantize_embeddings(model: ir.Model, name: str, *, block: int = BLOCK) -> list[str]:
+def quantize_embeddings(model: ir.Model, name: str, *, block: int = BLOCKS[8]) -> list[str]:
     """Quantise the table that a graph's token ids are looked up in, in place.
 
     A table that is tied to the projection comes after it: call this after `quantize_weights` or `quantize_static`. If

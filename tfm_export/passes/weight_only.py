@@ -25,7 +25,9 @@ from tfm_export.passes.static_quantization import check_not_quantized, scales
 
 Bits = Literal[4, 8]
 
-BLOCK = 128
+# Of 8-bit numbers, larger blocks have little more error and fewer scales to read and apply: a step of the base model
+# takes 1 to 5 % less time than with 128, the encoder 8 %.
+BLOCKS = {8: 256, 4: 128}
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256  # what ONNX Runtime's MatMulNBits takes; powers of two
 
 # A block of 4-bit numbers has less error if its largest weights are clipped or its range is stretched a little. These
@@ -38,7 +40,7 @@ _COLUMNS = 1024  # searched at a time: a block of them stays in the cache
 
 
 def quantize_weights(
-    model: ir.Model, name: str, *, bits: Bits, block: int = BLOCK, skip: Collection[str] = ()
+    model: ir.Model, name: str, *, bits: Bits, block: int | None = None, skip: Collection[str] = ()
 ) -> list[str]:
     """Quantise the weights of linear layers, in place.
 
@@ -46,8 +48,8 @@ def quantize_weights(
         model: an fp32 graph of a bundle.
         name: of the graph: "encoder", "decoder_step" or "decoder_step_attention".
         bits: of a weight.
-        block: how many weights of a column share a scale: a power of two from 16 to 256. Layers that it does not
-            divide get smaller ones, see `block_size`.
+        block: how many weights of a column share a scale: a power of two from 16 to 256; None for that of `BLOCKS`.
+            Layers that it does not divide get smaller ones, see `block_size`.
         skip: names of layers that stay in float32; names of others are of no effect.
 
     Returns:
@@ -59,6 +61,7 @@ def quantize_weights(
     """
     check_not_quantized(model, name)
     layers = [layer for layer in linears(model, name) if layer.name not in skip]
+    block = BLOCKS[bits] if block is None else block
     _check(layers, block)
     for layer in layers:
         float_weight = layer.node.inputs[1]
