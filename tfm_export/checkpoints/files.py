@@ -6,7 +6,9 @@ A container is told by its first bytes, never by the name of the file.
 from __future__ import annotations
 
 import json
+import re
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ WEIGHT_FILES = (
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
+    "model.00.safetensors",  # Eole's, and the same with the following numbers
 )
 MOST_JSON_BYTES = 64_000_000
 MOST_COMPRESSION = 20  # what an array may unpack to, in times of its size: trained weights hardly compress
@@ -73,7 +76,7 @@ def _read_folder(path: Path) -> Contents:
         )
     return Contents(
         path=path,
-        state=read_file(weights),
+        state=_read_numbered(files) if weights.name == WEIGHT_FILES[-1] else read_file(weights),
         config=read_json(files[CONFIG]),
         generation=read_json(files[GENERATION_CONFIG]) if GENERATION_CONFIG in files else {},
         files=files,
@@ -151,6 +154,19 @@ def _read_shards(path: Path) -> dict[str, Tensor]:
         problems += [f"{key} stands in several shards" for key in shard if key in tensors]
         tensors |= shard
     problems += [f"{key} is in the index and in no shard" for key in index if key not in tensors]
+    if problems:
+        raise CheckpointError(problems, "copy the whole folder again")
+    return tensors
+
+
+def _read_numbered(files: Mapping[str, Path]) -> dict[str, Tensor]:
+    """The tensors of model.00.safetensors, model.01.safetensors ..."""
+    tensors: dict[str, Tensor] = {}
+    problems = []
+    for name in (name for name in files if re.fullmatch(r"model\.\d\d\.safetensors", name)):
+        shard = _read_safetensors(files[name])
+        problems += [f"{key} stands in several shards" for key in shard if key in tensors]
+        tensors |= shard
     if problems:
         raise CheckpointError(problems, "copy the whole folder again")
     return tensors

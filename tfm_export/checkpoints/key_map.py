@@ -6,6 +6,7 @@ Readers say where each weight comes from; nothing is allocated before all of it 
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -121,6 +122,7 @@ class KeyMap:
         problems += _cut(
             [f"nothing in the file is {name} {list(expected[name])}" for name in expected if not self._fills(name)]
         )
+        problems += self._forgotten_biases()
         problems += [f"{name} is no part of this configuration" for name in self.placed if name not in expected]
         problems += _cut([f"unexpected: {key} {list(self.tensors[key].shape)}" for key in self.unused()])
         checked: set[int] = set()
@@ -128,6 +130,13 @@ class KeyMap:
             if name in expected and weight.numel() and (wrong := _problem_of(weight, expected[name], checked)):
                 problems.append(f"{name}: {wrong}")
         return problems
+
+    def _forgotten_biases(self) -> list[str]:
+        """Biases that a file lacks while it has those of the same part in other layers: there should be some."""
+        kinds = {re.sub(r"\d+", "*", name) for name in self.placed}
+        return [
+            f"missing: {name}, which other layers have" for name in self.zeros if re.sub(r"\d+", "*", name) in kinds
+        ]
 
     def _fills(self, name: str) -> bool:
         return name in self.placed or name in self.zeros

@@ -1,4 +1,4 @@
-"""Checkpoints of OpenNMT-py 3: its options and vocabularies lie beside the weights.
+"""Checkpoints of OpenNMT-py 2 and 3: its options and vocabularies lie beside the weights.
 
 Pre-norm with final norms; the table of positions, where there is one, is in the file.
 """
@@ -52,7 +52,8 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
     ]
     _sizes(found)
     _tell(found, options)
-    _vocabulary(found, state.get("vocab"), options)
+    start = options.get("decoder_start_token") or START
+    tell_vocabularies(found, state.get("vocab"), {"pad": BLANK, "bos": start, "eos": END, "unk": UNKNOWN})
     names = {
         side: f"{stack}.embeddings.make_embedding" for side, stack in (("source", "encoder"), ("target", "decoder"))
     }
@@ -102,23 +103,29 @@ def _tell(found: Draft, options: Mapping[str, Any]) -> None:
         found.know("max_length", DEFAULT_LENGTH, "the default: without positions there is no end")
 
 
-def _vocabulary(found: Draft, vocabulary: Any, options: Mapping[str, Any]) -> None:
-    """The special ids, and the tokens as a tokenizer of words: texts come split into the model's own pieces."""
+def tell_vocabularies(found: Draft, vocabulary: Any, special: Mapping[str, str]) -> None:
+    """The special ids, and the tokens as a tokenizer of words: texts come split into the model's own pieces.
+
+    Args:
+        found: gets to know them.
+        vocabulary: what lies under "src" and "tgt".
+        special: the tokens of "pad", "bos", "eos" and "unk".
+    """
     found.know("source_ends_with_eos", False, "the layout")
     sides = _tokens(vocabulary)
     if sides is None:
         for name in ("pad", "bos", "eos"):
-            found.ask(name, "the file has no vocabularies in the form of OpenNMT-py 3")
+            found.ask(name, "the file has no vocabularies in a form that is known")
         return
-    start = options.get("decoder_start_token") or START
-    for name, token in {"pad": BLANK, "bos": start, "eos": END, "unk": UNKNOWN}.items():
+    for name, token in special.items():
         tokens = sides["source" if name == "pad" else "target"]
         if token in tokens:
             found.know(name, tokens.index(token), VOCABULARY)
         elif name != "unk":
             found.ask(name, f"its vocabulary has no {token}")
-    if UNKNOWN in sides["source"] and sides["source"].index(UNKNOWN) != found.value("unk"):
-        found.notes.append(f"{UNKNOWN} has another id in the source than in the target: the target's is used")
+    unknown = special["unk"]
+    if unknown in sides["source"] and sides["source"].index(unknown) != found.value("unk"):
+        found.notes.append(f"{unknown} has another id in the source than in the target: the target's is used")
     sizes = {side: found.value(f"{side}_vocabulary_size") for side in sides}
     if all(len(tokens) == sizes[side] and len(set(tokens)) == len(tokens) for side, tokens in sides.items()):
         found.tokenizer = vocabulary_files(
@@ -127,12 +134,20 @@ def _vocabulary(found: Draft, vocabulary: Any, options: Mapping[str, Any]) -> No
 
 
 def _tokens(vocabulary: Any) -> dict[str, list[str]] | None:
-    """The tokens of each side, if the vocabularies are lists of strings."""
+    """The tokens of each side, if the vocabularies have them as lists of strings."""
     sides = {"source": "src", "target": "tgt"}
     found = {side: vocabulary.get(name) if isinstance(vocabulary, dict) else None for side, name in sides.items()}
-    lists = {side: tokens for side, tokens in found.items() if isinstance(tokens, list)}
+    lists = {side: tokens for side, v in found.items() if isinstance(tokens := _field_tokens(v), list)}
     whole = len(lists) == len(sides) and all(isinstance(token, str) for tokens in lists.values() for token in tokens)
     return lists if whole else None
+
+
+def _field_tokens(field: Any) -> Any:
+    """What version 3 has as a list stands in version 2 in the vocabulary of a field's first part."""
+    try:
+        return field["fields"][0][1]["vocab"]["itos"] if isinstance(field, dict) else field
+    except (LookupError, TypeError):
+        return None
 
 
 def _place(found: Draft) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import pickletools
+import re
 import struct
 import warnings
 import zipfile
@@ -45,7 +46,7 @@ class StandIn:
 
 
 class Namespace(StandIn):
-    """argparse.Namespace: its attributes."""
+    """argparse.Namespace, and other objects of which the attributes are of use: these."""
 
 
 class Container(StandIn):
@@ -128,6 +129,14 @@ def _stand_ins() -> dict[str, Callable[..., Any]]:
         "omegaconf.listconfig.ListConfig": Container,
         "typing.Any": Nothing,
     }
+    # The fields of OpenNMT-py 2, which hold its vocabularies, and what they name.
+    for module in ("torchtext", "torchtext.legacy"):
+        for name in ("data.field.Field", "data.field.RawField", "vocab.Vocab"):
+            found[f"{module}.{name}"] = Namespace
+        for name in ("data.utils._split_tokenizer", "vocab._default_unk_index"):
+            found[f"{module}.{name}"] = Nothing
+    found["onmt.inputters.text_dataset.TextMultiField"] = Namespace
+    found["onmt.inputters.text_dataset._feature_tokenize"] = found["functools.partial"] = Nothing
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
         found[f"{module}.scalar"] = _numpy_scalar
     for name in ("ContainerMetadata", "Metadata"):
@@ -267,8 +276,8 @@ def classes_needed(path: Path) -> list[str]:
                 strings.append(argument)
     except (ValueError, KeyError, OSError, zipfile.BadZipFile, StopIteration):
         pass  # not a pickle to its end: what was found so far is told
-    harmless = ("torch._utils._rebuild", "torch.Float", "torch.Half", "torch.BFloat16", "collections.OrderedDict")
-    return sorted(name for name in names - STAND_INS.keys() if not name.startswith(harmless))
+    harmless = re.compile(r"torch\._utils\._rebuild.*|torch\.\w+Storage|collections\.(OrderedDict|Counter)")
+    return sorted(name for name in names - STAND_INS.keys() if not harmless.fullmatch(name))
 
 
 def _pickle_bytes(path: Path) -> bytes:

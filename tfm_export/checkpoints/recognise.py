@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tfm_export.checkpoints import annotated, fairseq, huggingface, marian, opennmt, torch_transformer, tutorial
+from tfm_export.checkpoints import annotated, eole, fairseq, huggingface, marian, opennmt, torch_transformer, tutorial
 from tfm_export.checkpoints.draft import Draft
 from tfm_export.checkpoints.files import Contents
 from tfm_export.checkpoints.wrapping import Weights, find_weights
@@ -19,14 +19,15 @@ READERS: tuple[Reader, ...] = (
     huggingface.draft,
     fairseq.draft,
     opennmt.draft,
+    eole.draft,
     marian.draft,
     tutorial.draft,
     annotated.draft,
     torch_transformer.draft,
 )
 KNOWN = (
-    "folders of Hugging Face with config.json, fairseq's, OpenNMT-py's, Marian's, reference_model.save_checkpoint's, "
-    "torch.nn.Transformer's state dict, the tutorial Transformer's (fc_q, fc_k, "
+    "folders of Hugging Face with config.json, fairseq's, OpenNMT-py's, Eole's, Marian's, "
+    "reference_model.save_checkpoint's, torch.nn.Transformer's state dict, the tutorial Transformer's (fc_q, fc_k, "
     "fc_v, fc_o), the annotated Transformer's (linears.0)"
 )
 
@@ -52,7 +53,8 @@ def draft_model(contents: Contents, settings: Mapping[str, Any]) -> Draft:
             return draft
     raise CheckpointError(
         f"{contents.path} is not a checkpoint of a known format: {_described(weights)}; known are: {KNOWN}",
-        "load the weights into a reference_model.Transformer and save that with reference_model.save_checkpoint",
+        "write an adapter for it (examples/custom_model), or load the weights into a reference_model.Transformer "
+        "and save that with reference_model.save_checkpoint",
     )
 
 

@@ -1,0 +1,198 @@
+"""Folders of Eole, OpenNMT-py's successor: config.json, vocab.json and model.00.safetensors.
+
+Pre-norm with final norms; the table of positions, where there is one, is in the file. Only options that were set are
+in config.json: the others have Eole's defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfm_export.checkpoints.draft import Draft, same
+from tfm_export.checkpoints.files import Contents, read_json
+from tfm_export.checkpoints.key_map import KeyMap
+from tfm_export.checkpoints.opennmt import BLANK, END, START, UNKNOWN, tell_vocabularies
+from tfm_export.checkpoints.position_tables import DEFAULT_LENGTH, place_tables
+from tfm_export.checkpoints.wrapping import Weights
+
+FORMAT = "an Eole Transformer"
+SIGNATURE = "encoder.transformer_layers.0.self_attn.linear_query.weight"
+VOCABULARY = "vocab.json"
+SHAPES, OPTIONS = "the shapes", "config.json"
+ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu-tanh": "gelu_tanh", "silu": "silu"}
+NORMS = {"standard": "layer", "standardFP32": "layer", "rms": "rms"}
+SINUSOIDS = ("SinusoidalInterleaved", "SinusoidalConcat")
+# What would make it another model, each with the values at which it does not.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "parallel_residual": (False,),
+    "shared_layer_norm": (False,),
+    "ffn_layernorm": (False,),
+    "query_norm": (False,),
+    "key_norm": (False,),
+    "value_norm": (False,),
+    "q_gating": (False,),
+    "num_experts": (0,),
+    "sliding_window": (0,),
+    "relative_positions_buckets": (0,),
+    "attn_scaling": (),
+    "layer_types": (),
+    "encoder_layer_style": ("standard",),
+    "final_encoder_layer_norm": (True,),
+}
+UNSUPPORTED_EMBEDDINGS: dict[str, tuple[Any, ...]] = {
+    "embedding_type": ("standard",),
+    "normalize": (False,),
+    "position_shift": (0,),
+    "position_encoding_type": (*SINUSOIDS, "Learned"),
+}
+
+
+def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> Draft | None:
+    """What such a folder tells; None if it is something else."""
+    model = contents.config.get("model")
+    if SIGNATURE not in weights.tensors or not isinstance(model, dict):
+        return None
+    found = Draft(contents.path, FORMAT, KeyMap(weights.tensors), settings)
+    stacks = {stack: {**model, **_dictionary(model.get(stack))} for stack in ("encoder", "decoder")}
+    embeddings = _dictionary(model.get("embeddings"))
+    problems = [*_unsupported(embeddings, UNSUPPORTED_EMBEDDINGS)]
+    for options in stacks.values():
+        problems += [problem for problem in _unsupported(options, UNSUPPORTED) if problem not in problems]
+    found.problems += problems
+    _sizes(found)
+    _tell(found, stacks, embeddings)
+    _vocabulary(found, contents)
+    kind = embeddings.get("position_encoding_type", SINUSOIDS[0])
+    table = "pe.weight" if kind == "Learned" else "pe.pe"
+    place_tables(
+        found,
+        embeddings={"source": "src_emb.embeddings.weight", "target": "tgt_emb.embeddings.weight"},
+        projection="generator.weight",
+        bias="generator.bias",
+        positions=None if kind is None else {"source": f"src_emb.{table}", "target": f"tgt_emb.{table}"},
+    )
+    for stack in stacks:
+        _place(found, stack)
+    return found
+
+
+def _dictionary(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _unsupported(options: Mapping[str, Any], plain: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    return [
+        f"{name} is {options[name]!r}, which is not supported"
+        for name, values in plain.items()
+        if options.get(name) is not None and options[name] not in values
+    ]
+
+
+def _sizes(found: Draft) -> None:
+    keys = found.keys
+    query = keys.tensors[SIGNATURE]
+    found.infer("d_model", query.size(-1), SHAPES)
+    expand = keys.tensors.get("encoder.transformer_layers.0.mlp.gate_up_proj.weight")
+    found.infer("d_ff", 1 if expand is None else len(expand), SHAPES)
+    for stack in ("encoder", "decoder"):
+        pattern = f"{stack}.transformer_layers.{{}}.self_attn.linear_query.weight"
+        found.infer(f"{stack}_layers", found.count_layers(pattern), SHAPES)
+    tables = {side: keys.tensors.get(f"{short}_emb.embeddings.weight") for side, short in SIDES.items()}
+    if tables["target"] is None:  # Eole leaves out what is shared
+        tables["target"] = tables["source"]
+        keys.tensors["tgt_emb.embeddings.weight"] = keys.tensors.get("src_emb.embeddings.weight", torch.empty(0))
+    for side, table in tables.items():
+        found.infer(f"{side}_vocabulary_size", 1 if table is None else len(table), SHAPES)
+    found.infer("share_embeddings", same(tables.values()), "comparing the tables")
+    projection = keys.tensors.get("generator.weight")
+    found.infer("tie_projection", projection is None or same([tables["target"], projection]), "comparing the tables")
+
+
+SIDES = {"source": "src", "target": "tgt"}
+
+
+def _tell(found: Draft, stacks: Mapping[str, Mapping[str, Any]], embeddings: Mapping[str, Any]) -> None:
+    found.know("norm_first", True, "the layout")
+    found.know("final_norm", True, "the layout")
+    options = stacks["encoder"]
+    both = {
+        "heads": 8,
+        "head_dim": None,
+        "norm_eps": 1e-5,
+        "layer_norm": "standard",
+        "mlp_activation_fn": "relu",
+        "transformer_ff": 2048,
+    }
+    for name, default in both.items():
+        values = [stack.get(name, default) for stack in stacks.values()]
+        if values[0] != values[1]:
+            found.problems.append(f"{name} is {values[0]!r} in the encoder and {values[1]!r} in the decoder")
+    heads = options.get("heads", 8)
+    found.know("heads", heads, OPTIONS)
+    for stack, values in stacks.items():
+        if values.get("heads_kv") not in {None, values.get("heads", 8)}:
+            found.problems.append(f"heads_kv is {values['heads_kv']!r} in the {stack}, which is not supported")
+    width = len(found.keys.tensors[SIGNATURE])
+    if isinstance(heads, int) and heads > 0 and width % heads == 0 and width != found.value("d_model"):
+        found.infer("d_head", width // heads, SHAPES)
+    found.know("layer_norm_epsilon", options.get("norm_eps", 1e-5), OPTIONS)
+    for name, known in (("layer_norm", NORMS), ("mlp_activation_fn", ACTIVATIONS)):
+        value = str(options.get(name, both[name])).removeprefix("gated-")
+        if value not in known:
+            found.problems.append(f"{name} {value!r} is not known; known are {', '.join(known)}")
+        found.know(
+            {"layer_norm": "norm"}.get(name, "activation"),
+            known.get(value, "layer" if known is NORMS else "relu"),
+            OPTIONS,
+        )
+    found.infer("gated_feed_forward", "encoder.transformer_layers.0.mlp.up_proj.weight" in found.keys, "its names")
+    kind = embeddings.get("position_encoding_type", SINUSOIDS[0])
+    found.know("scale_embeddings", kind in SINUSOIDS, OPTIONS)  # they scale where they add sinusoids
+    if kind is None:
+        found.know("positions", "none", OPTIONS)
+        found.know("max_length", DEFAULT_LENGTH, "the default: without positions there is no end")
+
+
+def _vocabulary(found: Draft, contents: Contents) -> None:
+    vocabulary = read_json(contents.files[VOCABULARY]) if VOCABULARY in contents.files else {}
+    special = _dictionary(vocabulary.get("specials"))
+    usual = {"pad": BLANK, "bos": START, "eos": END, "unk": UNKNOWN}
+    names = {name: str(special.get(f"{name}_token", token)) for name, token in usual.items()}
+    names["bos"] = str(vocabulary.get("decoder_start_token") or names["bos"])
+    tell_vocabularies(found, vocabulary, names)
+
+
+def _place(found: Draft, stack: str) -> None:
+    keys, bias = found.keys, None if found.value("norm") == "rms" else "bias"
+    attentions = {"self_attention": ("self_attn", "input_layernorm")}
+    if stack == "decoder":
+        attentions["cross_attention"] = ("context_attn", "precontext_layernorm")
+    inner = {"W_1": "gate_up_proj", "W_2": "down_proj"}
+    if found.value("gated_feed_forward"):
+        inner["W_gate"] = "up_proj"
+    parts = {"q": "linear_query", "k": "linear_keys", "v": "linear_values", "o": "final_linear"}
+    for i in range(found.value(f"{stack}_layers")):
+        ours, theirs = f"{stack}_layers.{i}", f"{stack}.transformer_layers.{i}"
+        for name, (attention, norm) in attentions.items():
+            for part, linear in parts.items():
+                keys.linear(f"{ours}.{name}.W_{part}", f"{theirs}.{attention}.{linear}")
+            keys.norm(f"{ours}.{name}_residual.norm", f"{theirs}.{norm}", bias=bias)
+        for part, linear in inner.items():
+            keys.linear(f"{ours}.feed_forward.{part}", f"{theirs}.mlp.{linear}")
+        keys.norm(f"{ours}.feed_forward_residual.norm", f"{theirs}.post_attention_layernorm", bias=bias)
+        _ignore_scalar(found, f"{theirs}.layer_scalar")
+    keys.norm(f"{stack}_norm", f"{stack}.layer_norm", bias=bias)
+
+
+def _ignore_scalar(found: Draft, name: str) -> None:
+    """What Eole multiplies a layer's output by, in models of other kinds: 1 here."""
+    scalar: Tensor | None = found.keys.tensors.get(name)
+    if scalar is None:
+        return
+    if not bool((scalar == 1).all()):
+        found.problems.append(f"{name} is not 1, which is not supported")
+    found.keys.ignore([name], "it is 1")
