@@ -158,6 +158,58 @@ def test_a_killed_export_leaves_nothing_for_long(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["b"]
 
 
+def die_at_the_second_rename() -> None:
+    """Kill this process once the old files have moved away, before the new ones come."""
+    renames, rename = 0, os.rename
+
+    def counted(source: Path, target: Path) -> None:
+        nonlocal renames
+        renames += 1
+        if renames == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(source, target)
+
+    os.rename = counted
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_what_a_killed_writer_had_moved_away_goes_with_the_next_one_of_any_part(path: Path) -> None:
+    def replace_and_die() -> None:
+        die_at_the_second_rename()
+        add_variant(path, "w8", "new", force=True)
+
+    add_variant(path, "w8", "old")
+    writer = run(replace_and_die)
+    writer.join()
+    assert writer.exitcode == -signal.SIGKILL
+    left = sorted(p.name.rpartition(".")[0] for p in (path / "onnx").iterdir())
+    assert left == [".w8.new", ".w8.old"]
+    assert "w8" not in Bundle.open(path).manifest.variants
+    add_variant(path, "int8", "another")
+    assert [p.name for p in (path / "onnx").iterdir()] == ["int8"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_bundle_that_a_killed_writer_had_moved_away_comes_back(tmp_path: Path) -> None:
+    def export(content: str, *, force: bool, dies: bool = False) -> None:
+        if dies:
+            die_at_the_second_rename()
+        with new_bundle(tmp_path / "b", MANIFEST, force=force) as bundle:
+            write_text(bundle.path / "golden.jsonl", content)
+
+    export("old", force=False)
+    writer = run(lambda: export("new", force=True, dies=True))
+    writer.join()
+    assert writer.exitcode == -signal.SIGKILL
+    assert not (tmp_path / "b").exists()
+    with pytest.raises(BundleError, match="b exists"):
+        export("newer", force=False)
+    assert (tmp_path / "b" / "golden.jsonl").read_text() == "old"
+    export("newer", force=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
+    assert (tmp_path / "b" / "golden.jsonl").read_text() == "newer"
+
+
 def test_a_bundle_that_may_not_be_written_to_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(BundleError, match="cannot be written to"):

@@ -15,7 +15,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -172,6 +174,25 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def rebuild_command(bundle: Path | str, name: str, facts: Mapping[str, Any]) -> str:
+    """What to type to build an engine again.
+
+    Args:
+        bundle: its path.
+        name: of the engine.
+        facts: what the manifest says of it.
+    """
+    words = ["tfm-export trt", shlex.quote(str(bundle)), f"--{facts['variant']}", f"--flavor {facts['flavor']}"]
+    if facts["compute"] != facts["variant"]:
+        words.append(f"--compute {facts['compute']}")
+    if facts["flavor"] == "rtx":
+        words.append(f"--compute-capability {','.join(c.replace('.', '') for c in facts['compute_capabilities'])}")
+    limits = ("max_batch_size", "max_beam_size", "max_source_length", "max_target_length")
+    words += [f"--{limit.replace('_', '-')} {facts[limit]}" for limit in limits]
+    words.append(f"--capacity {','.join(map(str, facts['capacities']))}")
+    return " ".join([*words, f"--name {name}", "--force"])
+
+
 class Bundle:
     """A bundle on disk.
 
@@ -184,12 +205,13 @@ class Bundle:
         self.path, self.manifest = path, manifest
 
     @classmethod
-    def open(cls, path: str | Path, *, check_hashes: bool = True) -> Bundle:
+    def open(cls, path: str | Path, *, check_hashes: bool = True, unchecked: str | None = None) -> Bundle:
         """Read a bundle's manifest and check its files.
 
         Args:
             path: the folder.
             check_hashes: read every file and compare its hash; otherwise only presence and size are checked.
+            unchecked: a folder in it, such as "engines", that is not used: whatever lies there will do.
 
         Raises:
             BundleError: naming every file that is missing or altered.
@@ -209,10 +231,20 @@ class Bundle:
                 f"{manifest_path} cannot be read: {problem.strerror}", "let this user read the bundle"
             ) from problem
         bundle = cls(path, Manifest.from_json(text, manifest_path))
-        problems = [p for name in bundle.manifest.files if (p := bundle._problem_of(name, check_hashes))]
+        names = [n for n in bundle.manifest.files if unchecked is None or not n.startswith(f"{unchecked}/")]
+        problems = {name: p for name in names if (p := bundle._problem_of(name, check_hashes))}
         if problems:
-            raise BundleError(problems, "export the bundle again, or copy it again with all its files")
+            again = "copy the bundle again with all its files"
+            raise BundleError([*problems.values()], f"{bundle._remedy(problems)}, or {again}")
         return bundle
+
+    def _remedy(self, files: Iterable[str]) -> str:
+        """How to make files again: of engines alone, there is no need to export anything."""
+        parts = {file.split("/")[1] if file.startswith("engines/") else "" for file in files}
+        facts = {name: self.manifest.engines.get(name) for name in sorted(parts)}
+        if not all(facts.values()):
+            return "export the bundle again"
+        return "; ".join(rebuild_command(self.path, name, found) for name, found in facts.items() if found)
 
     def _problem_of(self, name: str, check_hash: bool) -> str | None:
         entry, path = self.manifest.files[name], self.path / name

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from tfm_export.bundle import Bundle
+from tfm_export.bundle import Bundle, rebuild_command
 from tfm_export.errors import BackendUnavailable, BundleError
 from tfm_export.precision import PRECISIONS
 
@@ -164,15 +163,7 @@ class EngineRecord:
         Args:
             bundle: its path.
         """
-        words = ["tfm-export trt", shlex.quote(str(bundle)), f"--{self.variant}", f"--flavor {self.flavor}"]
-        if self.variant not in FLOAT_TYPES:
-            words.append(f"--compute {self.compute}")
-        if self.flavor == "rtx":
-            words.append(f"--compute-capability {','.join(c.replace('.', '') for c in self.compute_capabilities)}")
-        limits = ("max_batch_size", "max_beam_size", "max_source_length", "max_target_length")
-        words += [f"--{name.replace('_', '-')} {getattr(self, name)}" for name in limits]
-        words.append(f"--capacity {','.join(map(str, self.capacities))}")
-        return " ".join([*words, f"--name {self.name}", "--force"])
+        return rebuild_command(bundle, self.name, self.facts())
 
 
 def read_engine(bundle: Bundle, name: str) -> EngineRecord:

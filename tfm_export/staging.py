@@ -11,13 +11,15 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tfm_export.bundle import MANIFEST, Bundle, FileEntry, Manifest
 from tfm_export.errors import BundleError
+
+NEW, OLD = ".new.", ".old."  # in the names of what is being written, and of what is being replaced
 
 fcntl: Any
 try:
@@ -29,6 +31,8 @@ except ImportError:  # Windows: leftovers of killed processes stay, and two writ
 def check_target(path: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
     """Make sure that a new bundle may be written to `path`; called before any work is done.
 
+    A bundle that was there and that a killed process has left moved away is put back before.
+
     Args:
         path: where the bundle will be.
         force: replace a bundle that is there.
@@ -39,6 +43,7 @@ def check_target(path: Path, *, force: bool, inputs: Sequence[Path] = ()) -> Non
     """
     hint = "another folder with -o"
     try:
+        _restore(path.resolve())
         exists = path.exists()
     except OSError as problem:
         raise BundleError(f"{path} cannot be written: {problem.strerror}", hint) from problem
@@ -116,6 +121,7 @@ def new_part(bundle: Bundle, name: str, *, force: bool, forget: Callable[[Manife
     target = bundle.path.resolve() / name
     with _full_disk_told(bundle.path, "copy the bundle to another disk"):
         target.parent.mkdir(exist_ok=True)
+        _sweep(target.parent, "*")  # of all parts: nobody may ever want to replace the one that was being written
         with _staging(target, _empty_folder) as staging:
             part = Part(staging)
             yield part
@@ -125,7 +131,7 @@ def new_part(bundle: Bundle, name: str, *, force: bool, forget: Callable[[Manife
                 else:
                     file.unlink()
             with _locked(bundle.path):
-                current = Bundle.open(bundle.path, check_hashes=False)
+                current = Bundle.open(bundle.path, check_hashes=False, unchecked=name.partition("/")[0])
                 check_part(current, name, force=force)
                 if _has_part(current, name):
                     files = {n: entry for n, entry in current.manifest.files.items() if not n.startswith(f"{name}/")}
@@ -243,18 +249,41 @@ def _staging(path: Path, make: Callable[[Path, str], Path]) -> Iterator[Path]:
         path: where it will be.
         make: makes it in a folder, with a name that begins so.
     """
-    prefix = f".{path.name}.new."
-    for leftover in path.parent.glob(f"{glob.escape(prefix)}*"):
-        _remove_if_abandoned(leftover)
+    _sweep(path.parent, glob.escape(path.name))
+    with _locked_new(path.parent, f".{path.name}{NEW}", make) as staging:
+        yield staging
+
+
+@contextmanager
+def _locked_new(parent: Path, prefix: str, make: Callable[[Path, str], Path]) -> Iterator[Path]:
+    """Something new in a folder, locked and there as long as the block runs, unless that gives it another name."""
     while True:
-        staging = make(path.parent, prefix)
-        try:
-            with _locked(staging):
-                if staging.exists():  # another process may have taken it for a leftover before it was locked
-                    yield staging
-                    return
-        finally:
-            _remove(staging)
+        made = make(parent, prefix)
+        with ExitStack() as locks:
+            with suppress(FileNotFoundError):
+                locks.enter_context(_locked(made))
+            if not made.exists():  # another process took it for a leftover before it was locked
+                continue
+            try:
+                yield made
+            finally:
+                _remove(made)
+            return
+
+
+def _sweep(parent: Path, name: str) -> None:
+    """Remove what killed processes left behind of a name, which may be a pattern."""
+    for kind in (NEW, OLD):
+        for leftover in parent.glob(f".{name}{kind}*"):
+            _remove_if_abandoned(leftover)
+
+
+def _restore(path: Path) -> None:
+    """Put a bundle back that was moved away to be replaced, by a process that was killed before it put the new one."""
+    for old in path.parent.glob(f".{glob.escape(path.name)}{OLD}*"):
+        with suppress(OSError), _locked(old, wait=False):  # otherwise it is being replaced right now
+            if not path.exists() and (old / path.name).exists():
+                os.rename(old / path.name, path)
 
 
 def _remove(staging: Path) -> None:
@@ -299,12 +328,10 @@ def _put_in_place(staging: Path, path: Path) -> None:
     if not path.exists():
         os.rename(staging, path)
         return
-    old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
-    os.rename(path, old / path.name)
-    try:
-        os.rename(staging, path)
-    except BaseException:
-        os.rename(old / path.name, path)
-        raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
+    with _locked_new(path.parent, f".{path.name}{OLD}", _empty_folder) as old:
+        os.rename(path, old / path.name)
+        try:
+            os.rename(staging, path)
+        except BaseException:
+            os.rename(old / path.name, path)
+            raise

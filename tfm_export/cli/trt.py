@@ -150,7 +150,7 @@ def command(
     chosen = [variant for variant, wanted in precisions.items() if wanted] or [DEFAULT_VARIANT]
     if len(chosen) > 1:
         raise click.UsageError(f"one precision at a time: {' and '.join(f'--{variant}' for variant in chosen)}")
-    opened = Bundle.open(bundle)
+    opened = Bundle.open(bundle, unchecked=ENGINES)  # damaged ones are built again
     for module in ("onnx", "onnx_ir", "polygraphy"):
         require(module, extra="rtx")
     from tfm_export.trt.options import EngineOptions
