@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ from tests.conftest import gpu_problem
 from tests.emulation import Machine, emulated_gpu
 from tests.emulation import tensorrt as emulation
 from tests.emulation.tensorrt import tensorrt_module
+from tests.trt.record_api import API
 from tfm_export.errors import BackendUnavailable
 from tfm_export.runtime.tensorrt_plans import MODULES, Library
 
@@ -32,6 +34,8 @@ ENUMS = {
     "ExecutionContextAllocationStrategy": emulation.ExecutionContextAllocationStrategy,
     "CudaGraphStrategy": emulation.CudaGraphStrategy,
 }
+
+RELEASES: dict[str, dict[str, list[str]]] = json.loads(API.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(params=MODULES)
@@ -64,6 +68,21 @@ def test_every_name_that_is_used_exists(flavor: str, library: ModuleType) -> Non
         assert hasattr(library, name)
     for name, kind in classes(flavor).items():
         assert [member for member in public_names(kind) if not hasattr(getattr(library, name), member)] == []
+
+
+@pytest.mark.parametrize("release", [name for name in RELEASES if "10.14" not in name])
+def test_every_name_that_is_used_exists_in_releases_that_are_not_installed(release: str) -> None:
+    """The runtime calls nothing that the emulation does not have, or the tests that run on it would say so."""
+    recorded, flavor = RELEASES[release], release.partition(" ")[0]
+    compared = 0
+    for name, kind in classes(flavor).items():
+        assert set(public_names(kind)) <= set(recorded[name]), f"{release}: {name}"
+        compared += len(public_names(kind))
+    enums = set(ENUMS) & set(vars(tensorrt_module(Machine(), flavor))) & recorded.keys()
+    for name in enums:
+        assert {member.name for member in ENUMS[name]} <= set(recorded[name]), f"{release}: {name}"
+    assert compared >= 25
+    assert len(enums) >= 3
 
 
 def test_every_method_takes_the_same(flavor: str, library: ModuleType) -> None:
