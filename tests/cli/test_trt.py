@@ -209,3 +209,30 @@ def test_inspect_shows_engines_and_says_which_are_stale(invoke: Invoke, engine_b
     assert result.exit_code == 0
     assert "note: engine fp16-rtx: onnx_hashes: onnx/fp16/encoder.onnx has changed since it was built" in result.stdout
     assert "tfm-export trt tfm_bundle --fp16 --flavor rtx" in result.stdout
+
+
+def test_a_damaged_engine_is_refused_with_the_command_that_builds_it_again(
+    invoke: Invoke, engine_bundle: Path, tmp_path: Path
+) -> None:
+    path = shutil.copytree(engine_bundle, tmp_path / "tfm_bundle")
+    (path / "engines" / "fp16-rtx" / "encoder.plan").write_bytes(b"half of it")
+    (path / "engines" / "fp16-rtx" / "engine.json").unlink()
+    result = invoke("inspect")
+    assert result.exit_code == 1
+    assert "encoder.plan should have" in result.output
+    assert "engine.json is missing" in result.output
+    (command,) = re.findall(r"tfm-export (trt .* --force), or copy the bundle", result.output)
+    assert invoke(*command.split(), "--no-verify").exit_code == 0
+    assert invoke("inspect").exit_code == 0
+    record = read_engine(Bundle.open(path), "fp16-rtx")
+    assert record.facts().keys() == read_engine(Bundle.open(engine_bundle), "fp16-rtx").facts().keys()
+    assert (record.max_batch_size, record.max_beam_size, record.capacities) == (4, 3, (16, 64))
+
+
+def test_a_part_that_is_not_an_engine_is_exported_again(invoke: Invoke, engine_bundle: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(engine_bundle, tmp_path / "tfm_bundle")
+    (path / "engines" / "fp16-rtx" / "encoder.plan").unlink()
+    (path / "golden.jsonl").unlink()
+    result = invoke("inspect")
+    assert result.exit_code == 1
+    assert "Try: export the bundle again, or copy" in result.output

@@ -65,11 +65,11 @@ def sources_of(bundle: Bundle, variant: str) -> list[Source]:
 
 
 @contextmanager
-def compiled(bundle: Bundle, sources: list[Source], folder: Path) -> Iterator[OnnxModel]:
+def compiled(bundle: Bundle, sources: list[Source], folder: Path, *, head_size: int = 16) -> Iterator[OnnxModel]:
     """What TensorRT is given, on the CPU."""
     folder.mkdir(exist_ok=True)
     write_sources(sources, folder)
-    with compiled_model(bundle, sources, folder, compute="fp16", head_size=16, threads=1) as model:
+    with compiled_model(bundle, sources, folder, compute="fp16", head_size=head_size, threads=1) as model:
         yield model
 
 

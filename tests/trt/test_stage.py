@@ -16,7 +16,7 @@ import pytest
 
 from tests.export.conftest import Exported
 from tests.trt.conftest import Told, build, unchanged
-from tests.trt.variants import add_variant
+from tests.trt.variants import bundle_of
 from tfm_export import graph
 from tfm_export.bundle import Bundle, file_hash
 from tfm_export.cli.trt import command as trt_command
@@ -168,17 +168,6 @@ def test_the_profiles_are_written_down_as_built(engine_bundle: Path) -> None:
     assert record.profiles["decoder_step_16"][0]["target_ids"][2] == (4, 16), "no more tokens than slots"
 
 
-def bundle_of(exported: Exported, path: Path, *variants: str) -> Bundle:
-    """A bundle of an exported configuration, with some variants."""
-    shutil.copytree(exported.bundle.path / "onnx" / "fp32", path / "onnx" / "fp32")
-    bundle = Bundle(path, exported.bundle.manifest)
-    bundle.add_files({f"onnx/fp32/{file.name}": "for the test" for file in (path / "onnx" / "fp32").iterdir()})
-    bundle.save()
-    for name in variants:
-        add_variant(bundle, name)
-    return bundle
-
-
 def test_heads_of_20_are_padded(export_configuration: Callable[[str], Exported], tmp_path: Path) -> None:
     """16-bit attention does not take them; float32 does. The table is tied to the projection."""
     bundle = bundle_of(export_configuration("tied"), tmp_path / "b", "fp16")
@@ -186,36 +175,6 @@ def test_heads_of_20_are_padded(export_configuration: Callable[[str], Exported],
     assert (record.head_size_padded, record.attention) == (24, "fused")
     assert record.profiles["decoder_step_48"][0]["self_key_0"][2] == (32, 3, 48, 24)
     assert record.profiles["decoder_step_48"][1]["cross_key_0"][2] == (32, 3, 64, 24)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("variant", PRECISIONS)
-@pytest.mark.parametrize(
-    ("name", "padded"),
-    [
-        ("paper", 16),
-        ("tied", 24),
-        ("one head", 64),
-        ("heads of 7", 16),
-        ("heads of 12, vocabularies of 7 and 5", 16),
-        ("pre-norm without final norms", 16),
-        ("post-norm with final norms", 16),
-        ("a vocabulary of 64,001", 16),
-    ],
-)
-def test_every_configuration_in_every_precision(
-    export_configuration: Callable[[str], Exported],
-    tmp_path: Path,
-    name: str,
-    padded: int,
-    variant: str,
-) -> None:
-    exported = export_configuration(name)
-    bundle = bundle_of(exported, tmp_path / "b", *({variant} - {"fp32"}))
-    record = build(bundle, variant=variant)
-    fused = variant != "fp32" and name != "one head"
-    assert record.attention == ("fused" if fused else "decomposed")
-    assert record.head_size_padded == (exported.bundle.manifest.dimensions.head_size if variant == "fp32" else padded)
 
 
 def test_attention_that_has_no_fused_kernel_is_built_decomposed_and_told(

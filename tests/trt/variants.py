@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
+from tests.export.conftest import Exported
 from tfm_export.bundle import Bundle
 from tfm_export.graph_files import read_graph
 from tfm_export.precision import PRECISIONS
@@ -17,9 +20,9 @@ def add_variant(bundle: Bundle, name: str) -> None:
     folder = bundle.path / "onnx" / name
     folder.mkdir()
     values = {
-        f"{graph}/{value.name}": THRESHOLD
-        for graph in ("encoder", "decoder_step")
-        for node in read_graph(bundle.path / "onnx" / "fp32" / f"{graph}.onnx").graph
+        f"{path.stem}/{value.name}": THRESHOLD
+        for path in bundle.variant_path("fp32").glob("*.onnx")
+        for node in read_graph(path).graph
         for value in (*node.inputs, *node.outputs)
         if value is not None
     }
@@ -28,3 +31,14 @@ def add_variant(bundle: Bundle, name: str) -> None:
     facts = {"weights": PRECISIONS[name].weights, "compute": PRECISIONS[name].compute}
     bundle.manifest = replace(bundle.manifest, variants={**bundle.manifest.variants, name: facts})
     bundle.save()
+
+
+def bundle_of(exported: Exported, path: Path, *variants: str) -> Bundle:
+    """A bundle of an exported configuration, with some variants."""
+    shutil.copytree(exported.bundle.path / "onnx" / "fp32", path / "onnx" / "fp32")
+    bundle = Bundle(path, exported.bundle.manifest)
+    bundle.add_files({f"onnx/fp32/{file.name}": "for the test" for file in (path / "onnx" / "fp32").iterdir()})
+    bundle.save()
+    for name in variants:
+        add_variant(bundle, name)
+    return bundle

@@ -16,6 +16,7 @@ from tfm_export.errors import BuildError
 # Words of TensorRT's warnings that mean that something of the graph is left out.
 IGNORED = ("unused input", "will be ignored", "is ignored")
 
+_4_BITS = {ir.DataType.INT4, ir.DataType.UINT4}
 _ATTENTION_ATTRIBUTES = {"scale"}
 _SCATTER_ATTRIBUTES = {"axis": -2, "mode": "linear"}
 
@@ -28,11 +29,13 @@ def check_graph(name: str, model: ir.Model) -> None:
         model: what is to be compiled.
 
     Raises:
-        BuildError: naming every node and input that would be ignored or misread.
+        BuildError: naming every node and input that would be ignored or misread, and all weights that do not compile.
     """
     problems = [f"{name}: {problem}" for problem in _problems(model)]
     if problems:
         raise BuildError(problems, "export the bundle again with this version of tfm-export")
+    if odd := [f"{name}: {problem}" for problem in _odd_weights(model)]:
+        raise BuildError(odd, "w8, or another precision")
 
 
 def check_inputs(name: str, expected: Sequence[str], network: Any) -> None:
@@ -82,6 +85,16 @@ def _problems(model: ir.Model) -> Iterator[str]:
             yield from _attention_problems(node)
         elif node.op_type == "TensorScatter":
             yield from _scatter_problems(node)
+
+
+def _odd_weights(model: ir.Model) -> Iterator[str]:
+    """4-bit weights that do not fill their last byte: "sub-byte quantization with odd tensor volume"."""
+    for node in model.graph:
+        numbers = node.inputs[0] if node.op_type == "DequantizeLinear" else None
+        if numbers is not None and numbers.const_value is not None and numbers.dtype in _4_BITS:
+            height, width = numbers.const_value.shape.numpy()
+            if height * width % 2:
+                yield f"{numbers.name} has {height} x {width} weights of 4 bits; TensorRT takes even numbers of them"
 
 
 def _attention_problems(node: ir.Node) -> Iterator[str]:
