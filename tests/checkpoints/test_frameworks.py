@@ -6,6 +6,7 @@ import json
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,10 +181,14 @@ def test_fairseq_checkpoints_give_what_fairseq_computed_and_generated(name: str)
     )  # measured: 8.4e-6 at most, of logits up to 11
     model = TorchModel(source.model)
     sources = [row[:n].tolist() for row, n in zip(expected["source_ids"], expected["lengths"], strict=True)]
-    options = DecodeOptions(max_decoding_length=15, **source.generation.options)
+    options = DecodeOptions(max_decoding_length=15, return_end_token=True, **source.generation.options)
     results = generate(model, sources, options, source.special_ids)
     # They force an end token on the 16th place.
     assert [result.hypotheses[0].tokens for result in results] == [tokens[:15] for tokens in expected["generated"]]
+    options = replace(options, beam_size=4)
+    results = generate(model, sources, options, source.special_ids)
+    # Their scores are lower by the padding's share, which they take away without sharing it out.
+    assert [result.hypotheses[0].tokens for result in results] == [beams[0][0] for beams in expected["beams"]]
 
 
 def as_fairseq(model: Any, arguments: dict[str, Any], *, new: bool = False) -> dict[str, Any]:
@@ -355,8 +360,6 @@ def test_marian_checkpoints_score_as_ctranslate2_does(
 
 def scaled(model: Transformer) -> Transformer:
     """CTranslate2 scales embeddings whatever the positions are; Marian does where they are sinusoids alone."""
-    from dataclasses import replace
-
     model.config = replace(model.config, scale_embeddings=True)
     return model
 

@@ -128,9 +128,9 @@ def _tell(found: Draft, stacks: Mapping[str, Mapping[str, Any]], embeddings: Map
         "transformer_ff": 2048,
     }
     for name, default in both.items():
-        values = [stack.get(name, default) for stack in stacks.values()]
-        if values[0] != values[1]:
-            found.problems.append(f"{name} is {values[0]!r} in the encoder and {values[1]!r} in the decoder")
+        first, second = (stack.get(name, default) for stack in stacks.values())
+        if first != second:
+            found.problems.append(f"{name} is {first!r} in the encoder and {second!r} in the decoder")
     heads = options.get("heads", 8)
     found.know("heads", heads, OPTIONS)
     for stack, values in stacks.items():

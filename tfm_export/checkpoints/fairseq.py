@@ -113,7 +113,8 @@ def _tell(found: Draft, arguments: Mapping[str, Any]) -> None:
         found.know("scale_embeddings", not arguments.get("no_scale_embedding", False), ARGUMENTS)
     for name, value in {"pad": PAD, "bos": 2, "eos": 2, "unk": 3, "source_ends_with_eos": True}.items():
         found.know(name, value, DICTIONARIES)
-    found.options["suppress_sequences"] = [[PAD]]  # as fairseq's generator does
+    # As fairseq's generator does by default: a target is never empty, nor padding.
+    found.options |= {"suppress_sequences": [[PAD]], "min_decoding_length": 1}
 
 
 def _place_positions(found: Draft, arguments: Mapping[str, Any]) -> None:

@@ -103,7 +103,8 @@ def _write_biases(model: ir.Model) -> None:
         assert weight.name is not None
         assert weight.shape is not None
         transposed = "transB" in node.attributes and node.attributes["transB"].as_int()
-        size = int(weight.shape[0 if transposed else 1])
+        size = weight.shape[0 if transposed else 1]
+        assert isinstance(size, int)
         name = f"{weight.name.removesuffix('.weight')}.bias"
         bias = model.graph.initializers.get(name)  # of a layer that is called twice
         if bias is None:

@@ -33,8 +33,49 @@ class ReferenceRun:
 
 
 def in_precision(model: Reference, dtype: torch.dtype) -> Reference:
-    """A copy of a model that computes in another float type, position table included."""
-    return copy.deepcopy(model).to(dtype).eval()
+    """A copy of a model that computes in another float type, position table included.
+
+    The weights of a reference model stay the model's own: each layer casts its own while it computes, so that a model
+    of several gigabytes is not there three times over. An adapter's code may read any weight anywhere, so its are cast.
+    """
+    if isinstance(model, Adapter):
+        return copy.deepcopy(model).to(dtype).eval()
+    weights = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
+    copied = copy.deepcopy(model, weights)
+    for module in copied.modules():
+        if isinstance(module, nn.Embedding):
+            module.register_forward_hook(lambda _module, _inputs, rows: rows.to(dtype))
+        elif [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            caster = _Caster(module, dtype)
+            module.register_forward_pre_hook(caster.before)
+            module.register_forward_hook(caster.after)
+    return copied.eval()
+
+
+class _Caster:
+    """Casts a module's own weights while it computes.
+
+    Args:
+        module: the module.
+        dtype: what it computes in.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self.parameters, self.buffers, self.dtype = {**module._parameters}, {**module._buffers}, dtype  # noqa: SLF001
+
+    def before(self, module: nn.Module, _inputs: Any) -> None:
+        """Cast them."""
+        for name, parameter in self.parameters.items():
+            if parameter is not None:
+                setattr(module, name, nn.Parameter(parameter.detach().to(self.dtype), requires_grad=False))
+        for name, buffer in self.buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                setattr(module, name, buffer.to(self.dtype))
+
+    def after(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        """Put back what they were."""
+        for name, value in {**self.parameters, **self.buffers}.items():
+            setattr(module, name, value)
 
 
 @torch.inference_mode()
