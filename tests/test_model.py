@@ -129,6 +129,14 @@ def test_texts_that_cannot_be_served(model: Model, text: Any, message: str) -> N
         model.generate([text] if isinstance(text, bytes) else text)
 
 
+@pytest.mark.parametrize("found", [None, 5, 1.5])
+def test_what_is_no_text_and_no_sequence_is_refused(model: Model, found: Any) -> None:
+    with pytest.raises(RequestError, match=f"expected a text, or a sequence with a text each, found {found}"):
+        model.generate(found)
+    with pytest.raises(RequestError, match=f"expected a source, or a sequence with a source each, found {found}"):
+        model.generate_ids(found)
+
+
 def test_all_that_is_wrong_is_told_before_anything_runs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model.step_model, "encode", lambda *_, **__: pytest.fail("the encoder ran"))
     with pytest.raises(RequestError) as error:

@@ -140,16 +140,26 @@ def test_what_the_model_cannot_do_is_refused(problem: str) -> None:
         *({"seed": seed} for seed in (-1, 2**63, 1.5, "1")),
         *({"deadline": deadline} for deadline in (float("nan"), "1", 10**400)),
         *({"target_prefix": prefix} for prefix in ([1.5], 5, [[1]], ["A"])),
+        *({"cancelled": cancelled} for cancelled in (True, "no", 5)),
+        *({"on_tokens": on_tokens} for on_tokens in (True, "print")),
     ],
     ids=str,
 )
 def test_what_a_request_has_of_its_own_is_of_its_type(wrong: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match=f"{next(iter(wrong))} must be"):
+    with pytest.raises(RequestError, match=f"{next(iter(wrong))} must "):
         Request(source=(5,), **wrong)
 
 
 def test_a_deadline_may_never_come() -> None:
     assert Request(source=(5,), deadline=float("inf")).deadline == float("inf")
+
+
+@pytest.mark.parametrize("beams", [10**6, 2**31 - 1])
+def test_beams_that_no_memory_holds_are_refused_before_anything_runs(beams: int) -> None:
+    model = FakeModel(random_table())
+    with pytest.raises(RequestError, match=f"beam_size is {beams}: targets of 4 tokens need .* GB a sentence"):
+        generate(model, [(5,)], DecodeOptions(beam_size=beams), SPECIAL)
+    assert model.encodes == 0
 
 
 def test_disable_unk_needs_an_unknown_token() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,11 +19,12 @@ from tfm_export.decoding.rows import Rows
 from tfm_export.decoding.scores import Editor
 from tfm_export.decoding.search import Search, Setting, Task
 from tfm_export.errors import RequestError
-from tfm_export.graph import DECODER_STEP_ATTENTION
+from tfm_export.graph import DECODER_STEP_ATTENTION, Dimensions
 from tfm_export.runtime.step_model import StepModel
 
 # New sentences join once this part of the batch is free: encoding a few at once is cheaper than one by one.
 JOIN_AT = 0.25
+FEW_TOKENS, SURELY_THERE = 4, 1e9  # a target that is begun at least; bytes that are not asked for
 NO_ATTENTION = f"a bundle that has {DECODER_STEP_ATTENTION}: tfm-export onnx CHECKPOINT --attention"
 
 
@@ -64,6 +67,8 @@ class Engine:
             raise RequestError(problems, None if model.gives_attention or not options.needs_attention else NO_ATTENTION)
         self.model, self.options, self._pad = model, options, special.pad
         self._longest = options.max_decoding_length or most
+        if problem := _beyond_memory(model.dimensions, options.beam_size, self._longest):
+            raise RequestError(problem, "a smaller beam_size")
         end_ids = options.end_ids(special)
         self._setting = Setting(
             options=options,
@@ -231,6 +236,28 @@ def ids_beyond(name: str, ids: Sequence[int], size: int) -> Iterator[str]:
     """Which ids a vocabulary lacks."""
     if wrong := sorted({int(i) for i in ids if not 0 <= i < size}):
         yield f"{name} has ids that the vocabulary of {size} lacks: {', '.join(map(str, wrong))}"
+
+
+def _beyond_memory(dimensions: Dimensions, width: int, longest: int) -> str | None:
+    """Why this machine cannot even begin a sentence with so many beams; None if it can."""
+    tokens = min(FEW_TOKENS, longest)
+    slot = 2 * dimensions.decoder_layers * dimensions.heads * dimensions.head_size * 4
+    # The caches, and the mask of which slots each beam sees, which is there twice.
+    needed = width * tokens * slot + 2 * width * width * tokens
+    if needed <= SURELY_THERE or needed <= (there := _memory_bytes()):
+        return None
+    return (
+        f"beam_size is {width}: targets of {tokens} tokens need {needed / 1e9:,.0f} GB a sentence, "
+        f"and this machine has {there / 1e9:,.0f} GB"
+    )
+
+
+def _memory_bytes() -> float:
+    """Of the machine; infinite where it does not tell."""
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not a POSIX system
+        return math.inf
 
 
 def _options_beyond_model(model: StepModel, options: DecodeOptions, special: SpecialIds, limit: int) -> Iterator[str]:

@@ -22,15 +22,21 @@ def are_ids(value: object) -> bool:
     return isinstance(value, Iterable) and all(isinstance(i, numbers.Integral) for i in value)
 
 
-def check_deadline(deadline: object) -> None:
-    """Make sure that a deadline is none, or a number of seconds that time can be compared with.
+def check_ending(deadline: object, cancelled: object) -> None:
+    """Make sure that what may end a request early is none, or of its kind.
+
+    Args:
+        deadline: a number of seconds that time can be compared with.
+        cancelled: a `Cancellation`.
 
     Raises:
-        RequestError: it is something else.
+        RequestError: one is something else.
     """
     most = sys.float_info.max
     if deadline is not None and not (isinstance(deadline, numbers.Real) and (deadline <= most or deadline == math.inf)):
         raise RequestError(f"deadline must be a number of seconds, found {deadline!r}")
+    if cancelled is not None and not callable(getattr(cancelled, "is_set", None)):
+        raise RequestError(f"cancelled must have is_set(), as a threading.Event has, found {cancelled!r}")
 
 
 class Cancellation(Protocol):
@@ -69,7 +75,7 @@ class Request:
         on_tokens: called with the tokens that a step settled; True ends the request there.
 
     Raises:
-        RequestError: the seed, the deadline or the prefix is not of its type.
+        RequestError: one of them is not of its type.
     """
 
     source: Sequence[int]
@@ -82,7 +88,9 @@ class Request:
     on_tokens: Callable[[list[SettledToken]], bool | None] | None = None
 
     def __post_init__(self) -> None:
-        check_deadline(self.deadline)
+        check_ending(self.deadline, self.cancelled)
+        if self.on_tokens is not None and not callable(self.on_tokens):
+            raise RequestError(f"on_tokens must be a function of a list of tokens, found {self.on_tokens!r}")
         seed: object = self.seed
         if seed is not None and not (isinstance(seed, numbers.Integral) and 0 <= int(seed) < 2**63):
             raise RequestError(f"seed must be an integer from 0 to {2**63 - 1}, found {seed!r}")

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import Constraint, DecodeOptions, Request, SettledToken
-from tfm_export.decoding.result import Cancellation, check_deadline
+from tfm_export.decoding.result import Cancellation, check_ending
 from tfm_export.errors import RequestError
 from tfm_export.tokenizer import Tokenizer
 
@@ -87,7 +87,7 @@ class Call:
     begin: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        check_deadline(self.deadline)
+        check_ending(self.deadline, self.cancelled)
 
     def request(self, request: Request) -> Request:
         """A request with the call's cancellation beside its own, and the call's deadline where it has none.
@@ -224,8 +224,10 @@ def collect(name: str, items: Iterable[ItemT], encode: Callable[[ItemT], Encoded
     """Encode every item; one error for all that cannot be encoded, which says which they are if there are several.
 
     Raises:
-        RequestError: some cannot be encoded.
+        RequestError: some cannot be encoded, or there is no sequence of them.
     """
+    if not isinstance(items, Iterable):
+        raise RequestError(f"expected a {name}, or a sequence with a {name} each, found {items!r}")
     items, encoded, errors = list(items), [], []
     for number, item in enumerate(items):
         try:
