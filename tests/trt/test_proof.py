@@ -162,8 +162,8 @@ def test_a_pass_that_forgets_the_types_is_found_by_a_real_build(
     """The graphs of fp32 under the name of fp16: it builds, and is not what was asked for."""
     assert rtx.name == "rtx"
 
-    def never(bundle: Bundle, file: str, *_: str) -> ir.Model:
-        return ir.load(bundle.variant_path("fp32") / file)
+    def never(bundle: Bundle, file: str, *_: object) -> tuple[ir.Model, dict[str, str]]:
+        return ir.load(bundle.variant_path("fp32") / file), {}
 
     monkeypatch.setattr("tfm_export.trt.source._derive", never)
     monkeypatch.setattr("tfm_export.trt.source.check_profiles", lambda *_: None)

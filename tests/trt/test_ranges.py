@@ -77,7 +77,7 @@ def scores(model: OnnxModel) -> list[NDArray[np.float64]]:
     return [whole_target(model, source, TARGET) for source in SOURCES]
 
 
-@pytest.mark.parametrize("variant", ["int8", "w8"])
+@pytest.mark.parametrize("variant", ["int8", pytest.param("w8", marks=pytest.mark.full)])
 def test_outliers_stay_in_float32(outliers: Bundle, variant: str, tmp_path: Path) -> None:
     sources = sources_of(outliers, variant)
     for source in sources:
@@ -93,7 +93,7 @@ def test_outliers_stay_in_float32(outliers: Bundle, variant: str, tmp_path: Path
     stored.close()
 
 
-@pytest.mark.parametrize("variant", ["int8", "w8"])
+@pytest.mark.parametrize("variant", ["int8", pytest.param("w8", marks=pytest.mark.full)])
 def test_without_their_ranges_the_graphs_that_would_be_compiled_overflow(
     outliers: Bundle, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from tfm_export.bundle import Bundle, file_hash
 from tfm_export.cli.trt import command as trt_command
 from tfm_export.engines import EngineRecord, read_engine
 from tfm_export.errors import BuildError, BundleError, ParityError
-from tfm_export.graph_files import WeightsFile, read_graph
+from tfm_export.graph_files import RANGES, WeightsFile, read_graph
 from tfm_export.precision import PRECISIONS
 from tfm_export.trt import builder
 from tfm_export.trt.flavor import LEAST_CAPABILITY_RTX, Flavor
@@ -280,6 +280,7 @@ def test_numbers_that_leave_float16_are_told(bundle: Bundle) -> None:
     weights = WeightsFile(bundle_folder / graph.WEIGHTS)
     for name, model in models.items():
         weights.write(model, bundle_folder / name)
+    shutil.copy(folder / RANGES, bundle_folder)
     shutil.rmtree(folder)
     bundle_folder.rename(folder)
     bundle.add_files({f"onnx/w8/{file.name}": "changed" for file in folder.iterdir()})

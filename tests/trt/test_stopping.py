@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.trt.conftest import Told, build, unchanged
 from tfm_export.bundle import Bundle
 from tfm_export.engines import read_engine
 from tfm_export.errors import BundleError
+from tfm_export.trt import builder as builder_module
 from tfm_export.trt.flavor import Flavor
 from tfm_export.trt.monitor import stoppable
 
@@ -42,6 +44,39 @@ def test_ctrl_c_in_the_middle_stops_the_builder_and_leaves_nothing(bundle: Bundl
     assert not any("decoder_step" in text for text in told.begun), "the encoder's build was stopped"
     assert time.perf_counter() - start < 30
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("step", ["parse", "builder"])
+def test_ctrl_c_is_not_lost_in_what_the_library_calls_back_elsewhere(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """What it logs while it is made, or while it parses: an exception that is raised in there goes nowhere."""
+    log, pressed = builder_module._log, []
+
+    def logging(trt: ModuleType) -> Any:
+        class Log(type(log(trt))):  # type: ignore[misc]
+            def log(self, severity: Any, message: str) -> None:
+                if not pressed and (step == "builder" or pressing):
+                    pressed.append(message)
+                    signal.raise_signal(signal.SIGINT)
+                super().log(severity, message)
+
+        return Log()
+
+    pressing: list[bool] = []
+    parse = builder_module.Builder._parse
+
+    def parsing(self: Any, source: Any, folder: Path) -> Any:
+        pressing.append(True)
+        return parse(self, source, folder)
+
+    monkeypatch.setattr(builder_module, "_log", logging)
+    monkeypatch.setattr(builder_module.Builder, "_parse", parsing)
+    told = Told()
+    with unchanged(bundle), pytest.raises(KeyboardInterrupt):
+        build(bundle, told, variant="fp16")
+    assert pressed
+    assert "proving encoder.plan" not in told.begun
 
 
 def test_sigterm_is_passed_on_once_the_builder_has_stopped(bundle: Bundle) -> None:

@@ -49,7 +49,8 @@ class Builder:
         self._flavor, self._options, self._targets, self._progress = flavor, options, targets, progress
         self._trt = flavor.module
         self._log = _log(self._trt)
-        self._builder = self._trt.Builder(self._log)
+        with stoppable():  # whatever calls back must not be interrupted: what is raised in there would be lost
+            self._builder = self._trt.Builder(self._log)
 
     def build(self, source: Source, folder: Path, plan: Path) -> Built:
         """Build a plan; attention in 16 bits fused where TensorRT has a kernel for it, decomposed where it has not.
@@ -74,15 +75,15 @@ class Builder:
 
     def _build(self, source: Source, folder: Path, plan: Path, *, fused: bool) -> Built:
         self._progress.begin(f"building {plan.name}{'' if fused else ', attention decomposed'}")
-        network = self._parse(source, folder)
-        _set_decomposable(self._trt, network, all_of_them=not fused)
         with stoppable() as stop:
+            network = self._parse(source, folder)
+            _set_decomposable(self._trt, network, all_of_them=not fused)
             config = self._builder.create_builder_config()
             config.progress_monitor = progress_monitor(self._trt, self._progress, stop)
             self._flavor.configure(config, self._options, self._targets)
             self._add_profiles(source, network, config)
             self._log.take()
-            content = self._builder.build_serialized_network(network, config)
+            content = None if stop.wanted else self._builder.build_serialized_network(network, config)
             if content is not None and not stop.wanted:
                 plan.write_bytes(memoryview(content))
                 self._flavor.keep_timings(config, self._options)
