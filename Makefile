@@ -54,4 +54,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Setting up .venv with $$($(PYTHON) --version) and the tested versions of torch, onnx, onnxruntime ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]' -c constraints.txt
+	@# A trained model for the tests; what it depends on, chemistry, is not needed.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps annalog -c constraints.txt
 	@touch $@

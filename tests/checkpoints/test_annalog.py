@@ -1,6 +1,6 @@
 """A real trained checkpoint of the tutorial family, from the package annalog (MIT), against that package's own code.
 
-pip install --no-deps annalog==1.0.6 makes these tests run; they use no more of it than its model and its weights.
+make installs it without what it depends on: these tests use no more of it than its model and its weights.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ try:
     FOLDER: Path | None = Path(str(metadata.distribution("annalog").locate_file("annalog")))
 except metadata.PackageNotFoundError:
     FOLDER = None
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(FOLDER is None, reason="annalog is not installed: pip install --no-deps annalog==1.0.6"),
-]
+pytestmark = pytest.mark.skipif(FOLDER is None, reason="annalog is not installed: pip install --no-deps annalog==1.0.6")
 
 SETTINGS = {"heads": 8, "pad": 1, "bos": 2, "eos": 3, "unk": 0}
 SPECIAL = ReferenceSpecialIds(pad=1, bos=2, eos=3)
@@ -125,7 +122,8 @@ def test_its_model_is_read_as_it_is(theirs: Any) -> None:
     assert_same_model(source.model, theirs, source=40, target=30, float64=1e-5)
 
 
-@pytest.mark.parametrize("search", ["greedy", "beam 4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("search", ["greedy", pytest.param("beam 4", marks=pytest.mark.full)])
 def test_its_generations_are_its_own_token_for_token(
     theirs: Any, sources: list[list[int]], tmp_path: Path, search: str
 ) -> None:

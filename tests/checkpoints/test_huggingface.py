@@ -208,6 +208,8 @@ def changed(folder: Path, target: Path, **config: Any) -> Path:
     ("config", "problem"),
     [
         ({"model_type": "bert"}, "model_type 'bert'; known are bart"),
+        ({"model_type": "umt5"}, r"(?s)model_type 'umt5'; known are bart, .*t5, mt5.*write an adapter for it"),
+        ({"model_type": "blenderbot-small"}, "model_type 'blenderbot-small'; known are bart"),
         ({"decoder_start_token_id": None}, r"bos: .*no decoder_start_token_id"),
         ({"encoder_attention_heads": None, "decoder_attention_heads": None}, "heads: .*does not say"),
         ({"encoder_attention_heads": 4}, "as many heads in both stacks, config.json says 3, 4|4, 3"),

@@ -57,7 +57,8 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
     if family not in FAMILIES:
         raise CheckpointError(
             f"{contents.path} has model_type {family!r}; known are {', '.join(FAMILIES)}",
-            "load the weights into a reference_model.Transformer and save that with reference_model.save_checkpoint",
+            "write an adapter for it (examples/custom_model), or load the weights into a reference_model.Transformer "
+            "and save that with reference_model.save_checkpoint",
         )
     found = FAMILIES[family](contents, weights, settings)
     found.files = contents.files
