@@ -224,6 +224,16 @@ def test_random_ids_are_refused_with_what_gives_real_ones(tiny_checkpoint: Path,
         quantize_bundle(bundle, "int8", replace(ANY, calibration=["a", "a" * 500, "b"]))
 
 
+@pytest.mark.parametrize(("asked", "limit"), [(None, 50.0), (0.0, 0.0), (0.3, 0.3)])
+def test_the_loss_that_is_asked_for_holds_and_a_small_file_widens_only_the_precisions_own(
+    tiny_bundle: Path, tmp_path: Path, asked: float | None, limit: float
+) -> None:
+    development = Development(["a", "hello", "parity", "tea"], [["never this"]] * 4)
+    report = quantize_bundle(copied(tiny_bundle, tmp_path), "w8", replace(ANY, development=development, max_loss=asked))
+    assert report.metric is not None
+    assert report.metric.limit == limit
+
+
 def test_a_cpu_without_vnni_gets_weights_of_7_bits(
     tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ class DevelopmentScore:
 
         Args:
             model: the variant.
-            limit: points that it may lose. A file too small to show them gives two sources' worth of room.
+            limit: points that it may lose.
         """
         score = self.metric.score(self.decode(model, self.sources), self.development.references)
         return MetricComparison(
@@ -60,7 +60,7 @@ class DevelopmentScore:
             fp32=self.score,
             variant=score,
             loss=self.metric.loss(self.score, score),
-            limit=max(limit, 200 / len(self.sources)),
+            limit=limit,
         )
 
 

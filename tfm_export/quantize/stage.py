@@ -206,7 +206,9 @@ class _Work:
             if evidence.metric is None:
                 return generations, None
             self.progress(f"decoding {len(evidence.metric.sources):,} sources of the development file")
-            limit = precision.metric_loss if self.options.max_loss is None else self.options.max_loss
+            # A file too small to show the precision's own limit gives two sources' worth of room.
+            own = max(precision.metric_loss, 200 / len(evidence.metric.sources))
+            limit = own if self.options.max_loss is None else self.options.max_loss
             return generations, evidence.metric.compare(model, limit)
 
     def _fused(self, folder: Path, made: Made) -> dict[str, dict[str, int]]:
