@@ -91,7 +91,7 @@ class BeamSearch:
 
     Each step extends every live hypothesis by every token and looks at the 2 x beam_size best results. Those that end
     and are among the first beam_size are finished; the first beam_size that do not end live on. The search is over
-    when beam_size hypotheses are finished; else at `max_length` tokens, where the live ones count too.
+    when beam_size hypotheses are finished; else at `max_length` tokens, where all results end.
 
     Attributes:
         live: the hypotheses to extend, the best first: their tokens and the log-probability of each.
@@ -118,16 +118,12 @@ class BeamSearch:
         for rank, (index, log_prob) in enumerate(zip(best.tolist(), chosen_log_probs, strict=True)):
             row, token = divmod(index, log_probs.size(1))
             tokens, values = [*self.live[row][0], token], [*self.live[row][1], log_prob]
-            if token != self.special.eos:
+            if token != self.special.eos and len(tokens) < self.max_length:
                 extended.append((tokens, values))
             elif rank < self.beam_size:
                 self.finished.append(_hypothesis(tokens, values, self.special))
+        self.over = len(self.finished) >= self.beam_size or len(self.targets()[0]) == self.max_length
         self.live = extended[: self.beam_size]
-        if len(self.finished) >= self.beam_size:
-            self.over = True
-        elif len(self.live[0][0]) == self.max_length:
-            self.finished += [_hypothesis(tokens, values, self.special) for tokens, values in self.live]
-            self.over = True
 
     def results(self, length_penalty: float) -> list[Hypothesis]:
         """At most beam_size finished hypotheses, the best first."""
