@@ -42,6 +42,7 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
     if SIGNATURE not in weights.tensors or not isinstance(state, dict) or not isinstance(state.get("opt"), dict):
         return None
     generator = state.get("generator") or {}
+    weights.notes[:] = [note for note in weights.notes if not note.startswith("'generator' has weights too")]  # used
     tensors = {**weights.tensors, **{f"generator.{name.removeprefix('0.')}": w for name, w in generator.items()}}
     found = Draft(contents.path, FORMAT, KeyMap(tensors), settings)
     options = state["opt"]
