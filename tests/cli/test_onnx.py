@@ -6,15 +6,18 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from tfm_export.bundle import Bundle
+from reference_model import save_checkpoint
+from tests.conftest import build_tiny_checkpoint
+from tfm_export.bundle import GOLDEN, Bundle
 from tfm_export.cli import cli
 from tfm_export.export import stage
-from tfm_export.verify import ParityReport, TensorComparison
+from tfm_export.verify import ParityReport, TensorComparison, read_golden
 
 Invoke = Callable[..., Result]
 
@@ -122,6 +125,43 @@ def test_inputs_that_do_not_fit_are_told(
     result = invoke("onnx", tiny_checkpoint, "--inputs", "lines.txt")
     assert result.exit_code == 1, result.output
     assert message in result.stderr
+    assert not (tmp_path / "tfm_bundle").exists()
+
+
+@pytest.fixture
+def checkpoint_of_ids(tmp_path: Path) -> Path:
+    """The tiny model without vocabularies."""
+    checkpoint = replace(build_tiny_checkpoint(), source_vocabulary=None, target_vocabulary=None)
+    save_checkpoint(checkpoint, tmp_path / "ids.pt")
+    return tmp_path / "ids.pt"
+
+
+def test_a_model_without_a_tokenizer_takes_lines_of_ids(
+    invoke: Invoke, checkpoint_of_ids: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "lines.txt").write_text("5 6 7 2\n\n 9 2 \n12 13 14 15 16 2\n")
+    result = invoke("onnx", checkpoint_of_ids, "--inputs", "lines.txt", "-o", "b")
+    assert result.exit_code == 0, result.output
+    bundle = Bundle.open(tmp_path / "b")
+    assert bundle.manifest.golden["synthetic"] is False
+    golden = read_golden(bundle, GOLDEN)
+    assert [g.source_ids for g in golden] == [[5, 6, 7, 2], [9, 2], [12, 13, 14, 15, 16, 2]]
+    assert {g.text for g in golden} == {None}
+    assert "3 of 3 real inputs token for token" in result.stdout
+    result = invoke("quantize", "b", "--fp16", "--calibration", "lines.txt", "--keep", "--min-agreement", "0")
+    assert result.exit_code == 0, result.output
+    result = invoke("run", "b", "--ids", "5 6 7 2")
+    assert result.exit_code == 0
+    assert result.stdout.split()[:30] == [str(token) for token in golden[0].tokens if token != 2]
+
+
+@pytest.mark.parametrize("line", ["five six", "5 -1", "5 31", "5 6.0", "५"])
+def test_lines_that_are_no_ids_are_named(invoke: Invoke, checkpoint_of_ids: Path, tmp_path: Path, line: str) -> None:
+    (tmp_path / "lines.txt").write_text(f"5 6\n{line}\n", encoding="utf-8")
+    result = invoke("onnx", checkpoint_of_ids, "--inputs", "lines.txt")
+    assert result.exit_code == 1
+    assert "input 2: expected ids from 0 to 30, found" in result.stderr
+    assert "ids, separated by spaces" in result.stderr
     assert not (tmp_path / "tfm_bundle").exists()
 
 

@@ -31,7 +31,8 @@ from tfm_export.staging import check_target
 @click.option(
     "--inputs",
     type=click.File(encoding="utf-8"),
-    help="Real source texts, one a line, to verify with and keep as golden inputs; without them they are random ids.",
+    help="Real source texts, one a line, to verify with and keep as golden inputs; without them they are random ids. "
+    "For a model without a tokenizer, lines of ids, separated by spaces.",
 )
 @click.option("--max-source-length", type=click.IntRange(min=1), help="Longest source in tokens, end token included.")
 @click.option("--max-target-length", type=click.IntRange(min=1), help="Longest target in tokens, end token included.")

@@ -49,7 +49,8 @@ def precision_options(command: Any) -> Any:
 @click.option(
     "--calibration",
     type=click.File(encoding="utf-8"),
-    help="Real source texts, one a line, to calibrate on.  [default: the bundle's golden inputs]",
+    help="Real source texts, one a line, to calibrate on; lines of ids, where the bundle has no tokenizer.  "
+    "[default: the bundle's golden inputs]",
 )
 @click.option(
     "--method",

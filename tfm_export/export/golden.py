@@ -15,7 +15,6 @@ from reference_model.data import pad
 from reference_model.search import Hypothesis, beam_batch, greedy
 from tfm_export.bundle import Limits, SpecialIds
 from tfm_export.checkpoints.adapter import Adapter
-from tfm_export.tokenizer import Tokenizer
 from tfm_export.verify.golden import BeamGolden, Golden
 from tfm_export.verify.reference import in_precision
 
@@ -71,11 +70,6 @@ def synthetic_sources(model: Transformer | Adapter, special: SpecialIds, limits:
     lengths = rng.integers(min(1, longest), longest + 1, SYNTHETIC_COUNT)
     size = model.config.source_vocabulary_size
     return [(None, [*start, *map(int, rng.integers(0, size, n)), *end]) for n in lengths]
-
-
-def real_sources(lines: Sequence[str], tokenizer: Tokenizer) -> list[Source]:
-    """The ids of texts."""
-    return [(line, tokenizer.encode_source(line)) for line in lines]
 
 
 def make_golden(

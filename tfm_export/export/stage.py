@@ -13,11 +13,12 @@ from tfm_export import graph
 from tfm_export.bundle import GOLDEN, TOKENIZER, Bundle, Limits, Manifest, write_text
 from tfm_export.checkpoints import Adapter, Factory, SourceModel, read_adapter, read_checkpoint
 from tfm_export.errors import ExportError, ParityError, RequestError
-from tfm_export.export.golden import MOST_LINES, GoldenSet, Source, make_golden, real_sources, synthetic_sources
+from tfm_export.export.golden import MOST_LINES, GoldenSet, Source, make_golden, synthetic_sources
 from tfm_export.export.variant import dimensions_of, write_fp32_variant
 from tfm_export.extras import require_onnxruntime
 from tfm_export.staging import check_target, new_bundle
 from tfm_export.tokenizer import load_tokenizer
+from tfm_export.tokenizer.sources import encode_sources
 from tfm_export.verify import ParityReport, golden_text, verify_variant, write_reports
 
 Progress = Callable[[str], None]
@@ -156,22 +157,12 @@ def _golden_sources(bundle: Bundle, source: SourceModel, inputs: Sequence[str] |
             f"{len(lines):,} inputs are more than the {MOST_LINES:,} that a golden set takes",
             f"shuf -n {MOST_LINES} takes a random sample of a file",
         )
-    if not source.tokenizer:
-        raise ExportError("the checkpoint has no vocabulary, so texts cannot be its inputs", "leave --inputs out")
-    tokenizer = load_tokenizer(bundle)
-    assert tokenizer is not None  # its files were written a moment ago
-    longest, sources, problems = bundle.manifest.limits.max_source_length, [], []
-    for number, line in enumerate(lines, 1):
-        try:
-            sources += real_sources([line], tokenizer)
-        except RequestError as problem:
-            problems += [f"input {number}: {text}" for text in problem.problems]
-            continue
-        if len(sources[-1][1]) > longest:
-            problems.append(f"input {number} has {len(sources[-1][1])} tokens; the longest source is {longest}")
-    if problems:
-        raise ExportError(problems, "give inputs that the model is meant for")
-    return sources
+    try:
+        sources = encode_sources(lines, load_tokenizer(bundle), bundle.manifest, what="input")
+    except RequestError as error:
+        raise ExportError(error.problems, error.hint) from error
+    texts = lines if source.tokenizer else [None] * len(lines)
+    return [*zip(texts, sources, strict=True)]
 
 
 def _write_graphs(bundle: Bundle, source: SourceModel, attention_layer: int | None) -> None:

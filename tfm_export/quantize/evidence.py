@@ -18,6 +18,7 @@ from tfm_export.quantize.variant import FLOAT_TYPES
 from tfm_export.runtime.onnx_runtime import OnnxModel
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.tokenizer import Tokenizer, load_tokenizer
+from tfm_export.tokenizer.sources import encode_sources
 from tfm_export.verify import BeamGolden, Golden, read_golden
 
 MOST_CALIBRATED = 512  # sources; more of them move no threshold that matters
@@ -104,6 +105,10 @@ def gather_evidence(bundle: Bundle, precision: str, options: QuantizeOptions, pr
     sources = [g.source_ids for g in golden]
     texts = None if options.calibration is None else _encode(options.calibration, tokenizer, bundle, "calibration")
     development = options.development
+    if development is not None and tokenizer is None:
+        raise RequestError(
+            f"{bundle.path} has no tokenizer, so a development file's targets cannot be told from its texts"
+        )
     development_sources = (
         None if development is None else _encode(development.sources, tokenizer, bundle, "development")
     )
@@ -150,25 +155,9 @@ def padded_traces(traces: Sequence[Trace], manifest: Manifest) -> list[Trace]:
 
 
 def _encode(texts: Sequence[str], tokenizer: Tokenizer | None, bundle: Bundle, what: str) -> list[list[int]]:
-    if tokenizer is None:
-        raise RequestError(f"{bundle.path} has no tokenizer, so texts cannot be its inputs")
-    longest, sources, problems = bundle.manifest.limits.max_source_length, [], []
-    for number, text in enumerate(texts, 1):
-        try:
-            sources.append(tokenizer.encode_source(text))
-        except RequestError as problem:
-            problems += [f"{what} text {number}: {p}" for p in problem.problems]
-            continue
-        if len(sources[-1]) > longest:
-            problems.append(f"{what} text {number} has {len(sources[-1])} tokens; the longest source is {longest}")
-    if problems:
-        more = len(problems) - 10
-        raise RequestError(
-            [*problems[:10], *([f"and {more} more"] if more > 0 else [])], "texts the model is meant for"
-        )
-    if not sources:
+    if not texts:
         raise RequestError(f"there are no {what} texts", "real source texts, one a line")
-    return sources
+    return encode_sources(texts, tokenizer, bundle.manifest, what=f"{what} text")
 
 
 def _split(sources: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:

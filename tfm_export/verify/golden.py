@@ -41,7 +41,7 @@ class Golden:
     """One golden input.
 
     Attributes:
-        text: the source text; None for synthetic inputs.
+        text: the source text; None for random ids, and where the bundle has no tokenizer.
         source_ids: what the encoder gets.
         tokens: PyTorch's greedy generation in float32, without the start token, with the end token if it came.
         log_probs: of each token.
