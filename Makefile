@@ -30,8 +30,12 @@ format: $(INSTALLED) ## Format the code and mend what the linter can
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(INSTALLED) ## Measure whole generations beside CTranslate2 and PyTorch, ten minutes
+bench: $(INSTALLED) ## Measure speed and memory beside CTranslate2 and PyTorch, 35 minutes; rewrite README's figures
 	@$(BIN)/python -m benchmarks.generation --beams 1 4
+	@$(BIN)/python -m benchmarks.scaling --reuse
+	@$(BIN)/python -m benchmarks.memory --reuse
+	@$(BIN)/python -m benchmarks.files
+	@$(BIN)/python -m benchmarks.readme
 
 gpu-check: $(INSTALLED) ## Test and measure on this machine's NVIDIA GPU; at most ten minutes, nothing without one
 	@$(BIN)/python -m benchmarks.gpu_check
@@ -40,7 +44,8 @@ docs: $(INSTALLED) ## Write docs/cli.md anew from the command line's help
 	@$(BIN)/python -m tfm_export.cli.reference docs/cli.md
 
 javascript: ## Install what the JavaScript examples need, so that their tests run; needs Node and npm
-	@for example in node web; do npm ci --prefix examples/$$example --ignore-scripts --no-audit --no-fund; done
+	@for example in node web; do \
+		npm ci --prefix examples/$$example --ignore-scripts --no-audit --no-fund || exit 1; done
 
 clean: ## Remove .venv and everything else that make or the tests made
 	@rm -rf $(VENV) build dist *.egg-info examples/*/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.contenders import BUNDLE
-from benchmarks.generation import WORK, _say
+from benchmarks.generation import WORK, say
 from benchmarks.work import prepare
 from tfm_export.bundle import Bundle
 from tfm_export.precision import PRECISIONS
@@ -42,7 +42,7 @@ def measure(bundle: Bundle, precisions: list[str]) -> dict[str, Any]:
     """
     entries = []
     for name in precisions:
-        _say(f"building an engine of {name}")
+        say(f"building an engine of {name}")
         options = EngineOptions(variant=name, flavor="rtx", **SIZES)
         start = time.perf_counter()
         blueprint = draw_blueprint(bundle, options, sketch=True, force=True)
@@ -89,7 +89,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.table:
         if not arguments.reuse:
-            prepare(WORK, _say)
+            prepare(WORK, say)
         results = measure(Bundle.open(WORK / BUNDLE, check_hashes=False), arguments.precisions)
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -14,58 +14,18 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
 from benchmarks.contenders import CONTENDERS, SOURCE_LENGTH, TARGET_LENGTH
 from benchmarks.report import tables
-from benchmarks.work import prepare
+from benchmarks.work import prepare, reuse
+from benchmarks.worker import Worker
 
 RESULTS = Path(__file__).parent / "results" / "generation.json"
 WORK = Path("build") / "benchmarks"
-# Threads of the contender before spin for a while when they run out of work.
-SECONDS_TO_CALM_DOWN = 0.3
 SHARE_REPEATS = 9
-
-
-class Worker:
-    """A contender in a process of its own.
-
-    Attributes:
-        name: one of CONTENDERS.
-        loaded: seconds and memory that loading took.
-    """
-
-    def __init__(self, name: str, folder: Path, threads: int) -> None:
-        self.name = name
-        command = [sys.executable, "-m", "benchmarks.contenders", name, str(folder), str(threads)]
-        environment = {**os.environ, **CONTENDERS[name][1], "OMP_NUM_THREADS": str(threads)}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self.loaded = self._answer()
-
-    def ask(self, **request: Any) -> dict[str, Any]:
-        """Send a request and wait for its answer, after a pause in which the other contenders come to rest."""
-        assert self._process.stdin is not None
-        time.sleep(SECONDS_TO_CALM_DOWN)
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self.close()
-            raise RuntimeError(f"the process of {self.name} ended with status {self._process.returncode}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.communicate()
 
 
 def measure(
@@ -91,11 +51,11 @@ def measure(
     try:
         for beam in beams:
             for batch in sorted(batches):
-                _say(f"batch {batch}, beam {beam}")
+                say(f"batch {batch}, beam {beam}")
                 cells += _cell(workers, batch, beam, rounds)
         for worker in workers:
             if worker.name == "tfm-export":
-                share = [worker.ask(batch=1, python_share=True) for _ in range(SHARE_REPEATS)]
+                share = [worker.ask(do="python_share", batch=1) for _ in range(SHARE_REPEATS)]
     finally:
         for worker in workers:
             worker.close()
@@ -141,14 +101,15 @@ def _cell(workers: list[Worker], batch: int, beam: int, rounds: int) -> list[dic
 
 def _limits(threads: int) -> dict[str, float]:
     """In a process of its own, so that its threads are gone when the contenders run."""
-    _say("memory bandwidth and matrix products")
+    say("memory bandwidth and matrix products")
     command = [sys.executable, "-m", "benchmarks.limits", str(threads)]
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     limits: dict[str, float] = json.loads(output)
     return limits
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tell people what is being done."""
     print(f"... {text}", file=sys.stderr, flush=True)
 
 
@@ -165,8 +126,7 @@ def main() -> None:
     parser.add_argument("--reuse", action="store_true", help=f"use the models that are in {WORK} already")
     arguments = parser.parse_args()
     if not arguments.table:
-        if not arguments.reuse:
-            prepare(WORK, _say)
+        (reuse if arguments.reuse else prepare)(WORK, say)
         results = measure(
             WORK, arguments.contenders, arguments.batches, arguments.beams, arguments.rounds, arguments.threads
         )

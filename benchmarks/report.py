@@ -25,7 +25,7 @@ def _where(results: dict[str, Any]) -> str:
         f"{machine['cpu']}, {results['threads']} threads ({', '.join(machine['flags'])}); {machine['system']}; "
         f"Python {machine['python']}, {versions}; commit {str(machine['commit'])[:12]}"
         f"{' with changes' if machine['uncommitted_changes'] else ''}; {machine['time']}. "
-        f"{work['model']}, {work['source_tokens']} source tokens, {work['target_tokens']} target tokens, float32, "
+        f"{work['model']}, {work['source_tokens']} source tokens, {work['target_tokens']} target tokens, "
         f"median of {results['rounds']} interleaved rounds [10th to 90th percentile]."
     )
 
@@ -43,7 +43,7 @@ def _speed(results: dict[str, Any]) -> str:
             floor = step_floor(results["limits"], cell["batch"] * cell["beam"]) * 1e3
             rows.append([cell["batch"], cell["beam"], "floor: a step's weights and products", f"{floor:.2f}", "", ""])
     names = ["batch", "beam", "", "ms per step, encoder included", "tokens/s", f"sentences as {OURS}"]
-    return _table(names, rows)
+    return table(names, rows)
 
 
 def _last_of_its_kind(results: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _ratios(results: dict[str, Any]) -> str:
         for batch, beam in dict.fromkeys((c["batch"], c["beam"]) for c in results["cells"])
         for name in ours
     ]
-    return _table(["batch", "beam", "is faster", *(f"than {name} by" for name in others)], rows)
+    return table(["batch", "beam", "is faster", *(f"than {name} by" for name in others)], rows)
 
 
 def _cost(results: dict[str, Any]) -> str:
@@ -72,7 +72,7 @@ def _cost(results: dict[str, Any]) -> str:
         rows.append([name, f"{loaded['load_seconds']:.1f}", f"{loaded['peak_megabytes']:,.0f}"])
         rows[-1] += [f"{peaks[kind]:,.0f}" for kind in kinds]
     after = [f"peak MB after batch {batch}, beam {beam}" for batch, beam in kinds]
-    return _table(["", "load s", "peak MB after loading", *after], rows)
+    return table(["", "load s", "peak MB after loading", *after], rows)
 
 
 def _share(results: dict[str, Any]) -> str:
@@ -87,7 +87,8 @@ def _share(results: dict[str, Any]) -> str:
     return text
 
 
-def _table(names: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    lines = [[*names], *([str(value) for value in row] for row in rows)]
+def table(names: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """Markdown."""
+    lines = [[str(name) for name in names], *([str(value) for value in row] for row in rows)]
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

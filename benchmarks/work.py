@@ -1,7 +1,8 @@
 """The work that is timed: the base model with random weights, in every form that a contender loads.
 
 Sources have 32 tokens and every generation exactly 32: the end token's bias in the output projection is so low that it
-never comes. So all do the same number of steps with no option that one of them may be slow at.
+never comes. So all do the same number of steps with no option that one of them may be slow at. The work of
+`benchmarks.files` has targets that end: see `end_by_chains`.
 """
 
 from __future__ import annotations
@@ -12,31 +13,79 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from benchmarks.contenders import BUNDLE, CHECKPOINT, CTRANSLATE2, SOURCE_LENGTH, SOURCES, VARIANTS
+from benchmarks.contenders import (
+    BUNDLE,
+    CHECKPOINT,
+    CTRANSLATE2,
+    CTRANSLATE2_INT8,
+    SOURCE_LENGTH,
+    SOURCES,
+    VARIANTS,
+)
 from tfm_export.bundle import Bundle, Manifest
 from tfm_export.quantize.calibration import decode_traces, observe, thresholds
 from tfm_export.quantize.variant import PURPOSES, Recipe, write_variant
 from tfm_export.staging import new_part
 
+if TYPE_CHECKING:  # the contenders import this module too, and some must not load PyTorch
+    from reference_model.checkpoint import Checkpoint
+    from reference_model.model import Transformer
+
 VOCABULARY = 32_000
 SEED = 0
 LARGEST_BATCH = 32
 NO_END = -1e4
+FIRST = 3  # the first id that is not special
+CHAIN = 64  # tokens
+QUIET, PULL = 0.3, 0.75
 FLOATS = {"fp16", "bf16"}  # what is made of every value's range
+
+
+def never_end(model: Transformer, end: int) -> None:
+    """Keep the end token from ever coming."""
+    model.projection.bias[end] = NO_END
+
+
+def end_by_chains(model: Transformer, end: int) -> None:
+    """Make targets end, each when it should, without an option that one contender may be slow at.
+
+    Ids lie in chains of `CHAIN`. The projection favours the id that follows the latest one, and after the last of a
+    chain the end token: a target that begins n ids before the end of its chain has n tokens. For the latest token to be
+    seen behind six layers of random weights, their sublayers write less.
+    """
+    for name, parameter in model.named_parameters():
+        if name.startswith("decoder_layers") and name.endswith(("W_o.weight", "W_2.weight")):
+            parameter.mul_(QUIET)
+    embedding, projection = model.target_embedding.weight, model.projection.weight
+    last, after = embedding[FIRST + CHAIN - 1].clone(), embedding[FIRST:-1].clone()
+    embedding[FIRST + CHAIN - 1 :: CHAIN] = last
+    after[CHAIN - 1 :: CHAIN] = 0  # no chain follows another
+    projection[FIRST + 1 :] += PULL * after
+    projection[end] += PULL * last
 
 
 def prepare(
     folder: Path,
     progress: Callable[[str], None],
     *,
+    ending: Callable[[Transformer, int], None] = never_end,
     preset: str = "base",
     vocabulary: int = VOCABULARY,
     variants: Sequence[str] = VARIANTS,
 ) -> None:
-    """Fill a folder with the checkpoint, the bundle, the CTranslate2 model (where that is installed) and the sources.
+    """Fill a folder with the checkpoint, the bundle, the CTranslate2 models (where that is installed) and the sources.
 
     What was there goes.
+
+    Args:
+        folder: to fill.
+        progress: told what begins.
+        ending: changes the weights so that targets end, or do not; gets the model and the end token.
+        preset: sizes of the model.
+        vocabulary: tokens.
+        variants: precisions.
     """
     import torch
 
@@ -52,7 +101,7 @@ def prepare(
     config = TransformerConfig.preset(preset, source_vocabulary_size=vocabulary, target_vocabulary_size=vocabulary)
     model = Transformer(config).eval()
     with torch.no_grad():
-        model.projection.bias[special.eos] = NO_END
+        ending(model, special.eos)
     checkpoint = Checkpoint(
         model=model,
         source_vocabulary=None,
@@ -62,17 +111,33 @@ def prepare(
     )
     progress("writing the checkpoint")
     save_checkpoint(checkpoint, folder / CHECKPOINT)
-    if importlib.util.find_spec("ctranslate2") is not None:
-        from benchmarks.peers.ctranslate2 import build
-
-        progress("building the CTranslate2 model")
-        build(checkpoint, folder / CTRANSLATE2)
+    build_peers(checkpoint, folder, progress)
     progress("exporting the bundle")
     bundle, _ = export_bundle(folder / CHECKPOINT, folder / BUNDLE, verify=False)
     generator = torch.Generator().manual_seed(SEED)
     sources = torch.randint(special.eos + 1, vocabulary, (LARGEST_BATCH, SOURCE_LENGTH), generator=generator)
     (folder / SOURCES).write_text(json.dumps(sources.tolist()))
     add_variants(bundle, variants, sources.tolist()[:4], progress)
+
+
+def build_peers(checkpoint: Checkpoint, folder: Path, progress: Callable[[str], None]) -> None:
+    """Write CTranslate2's models of a checkpoint, where that is installed and they are not there."""
+    if importlib.util.find_spec("ctranslate2") is None:
+        return
+    from benchmarks.peers.ctranslate2 import build
+
+    for name, quantization in ((CTRANSLATE2, None), (CTRANSLATE2_INT8, "int8")):
+        if not (folder / name).is_dir():
+            progress(f"building {name}")
+            build(checkpoint, folder / name, quantization)
+
+
+def reuse(folder: Path, progress: Callable[[str], None]) -> None:
+    """Take what `prepare` made earlier; CTranslate2's models are made if they are missing."""
+    if any(not (folder / name).is_dir() for name in (CTRANSLATE2, CTRANSLATE2_INT8)):
+        from reference_model.checkpoint import load_checkpoint
+
+        build_peers(load_checkpoint(folder / CHECKPOINT), folder, progress)
 
 
 def add_variants(

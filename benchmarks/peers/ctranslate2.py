@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,15 +204,22 @@ class Peer:
     Args:
         folder: what `build` wrote.
         threads: threads for one batch.
+        replicas: batches decoded at once.
         compute_type: "default" computes in the type the model is stored in.
         device: "cpu" or "cuda".
     """
 
     def __init__(
-        self, folder: str | Path, *, threads: int = 2, compute_type: str = "default", device: str = "cpu"
+        self,
+        folder: str | Path,
+        *,
+        threads: int = 2,
+        replicas: int = 1,
+        compute_type: str = "default",
+        device: str = "cpu",
     ) -> None:
         self.translator = ctranslate2.Translator(
-            str(folder), device=device, inter_threads=1, intra_threads=threads, compute_type=compute_type
+            str(folder), device=device, inter_threads=replicas, intra_threads=threads, compute_type=compute_type
         )
         self.source_tokens, self.target_tokens = (_read_vocabulary(Path(folder), side) for side in ("source", "target"))
         self._target_ids = {token: i for i, token in enumerate(self.target_tokens)}
@@ -258,6 +266,34 @@ class Peer:
             options["end_token"] = list(end_token)
         results = self.translator.translate_batch(self._names(sources, self.source_tokens), **options)
         return [list(self._hypotheses(result)) for result in results]
+
+    def translate_iterable(
+        self, sources: Sequence[Sequence[int]], target_prefix: Sequence[Sequence[int]] | None = None, **options: Any
+    ) -> Iterator[list[int]]:
+        """Decode a file's worth of sources in order; the best hypothesis of each.
+
+        Args:
+            sources: see `translate`.
+            target_prefix: see `translate`.
+            **options: of `ctranslate2.Translator.translate_iterable`; see `translate` for the defaults.
+        """
+        prefix = None if target_prefix is None else self._names(target_prefix, self.target_tokens)
+        options = {"min_decoding_length": 0, "max_input_length": 0, **options}
+        names = self._names(sources, self.source_tokens)
+        for result in self.translator.translate_iterable(names, prefix, **options):
+            yield [self._target_ids[name] for name in result.hypotheses[0]]
+
+    def step_ends(self, source: Sequence[Sequence[int]], length: int) -> list[float]:
+        """The time at the end of every step of a greedy generation of `length` tokens, in seconds."""
+        ends: list[float] = []
+
+        def note(step: ctranslate2.GenerationStepResult) -> bool:
+            if step.batch_id == 0:
+                ends.append(time.perf_counter())
+            return False
+
+        self.translate(source, max_decoding_length=length, callback=note)
+        return ends
 
     @staticmethod
     def _names(rows: Iterable[Sequence[int]], tokens: Sequence[str]) -> list[list[str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import generation
+from benchmarks import generation, worker
 from benchmarks.contenders import CONTENDERS, TARGET_LENGTH
 from benchmarks.limits import step_floor
 from benchmarks.report import tables
@@ -87,7 +87,7 @@ def test_the_work_of_a_step_is_that_of_the_model() -> None:
 def test_all_contenders_generate_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(tmp_path / "work", lambda _: None, preset="tiny", vocabulary=100)
     monkeypatch.setattr(generation, "_limits", lambda _: LIMITS)
-    monkeypatch.setattr(generation, "SECONDS_TO_CALM_DOWN", 0)
+    monkeypatch.setattr(worker, "SECONDS_TO_CALM_DOWN", 0)
     monkeypatch.setattr(generation, "SHARE_REPEATS", 1)
     measured = generation.measure(tmp_path / "work", list(CONTENDERS), [3, 1], [1], rounds=1, threads=1)
     assert [(c["contender"], c["batch"]) for c in measured["cells"]] == [(n, b) for b in (1, 3) for n in CONTENDERS]
@@ -103,4 +103,4 @@ def test_all_contenders_generate_the_same_tokens(tmp_path: Path, monkeypatch: py
 
 def test_a_contender_that_dies_is_named(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the process of torch eager ended with status 1"):
-        generation.Worker("torch eager", tmp_path, 1)
+        worker.Worker("torch eager", tmp_path, 1)

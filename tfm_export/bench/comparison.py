@@ -7,7 +7,7 @@ from statistics import median
 
 from tfm_export.bench.result import BenchResult
 
-# Medians of two runs of the same code on a quiet machine differ by this much; see docs/benchmark.md.
+# Medians of two runs of the same code on a quiet machine differ by this much; see docs/benchmarking.md.
 NOISE = 0.05
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from itertools import pairwise
@@ -127,4 +128,5 @@ def serve(settings: dict[str, Any], start: float) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this process
     serve(json.loads(sys.argv[1]), time.perf_counter())

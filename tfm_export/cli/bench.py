@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import IO, TYPE_CHECKING
@@ -60,7 +63,7 @@ COLOURS = {"faster": "green", "slower": "red", "same": None}
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw tokens per second and time per token, as .png, .svg or .pdf. Needs the extra plot.",
+    help="Draw tokens per second and time per token, as .png, .svg, .pdf or .html. Needs the extra plot.",
 )
 @click.option(
     "--compare",
@@ -99,6 +102,7 @@ def command(
     if plot is not None and plot.suffix not in FORMATS:
         raise click.UsageError(f"--plot draws {', '.join(FORMATS)}, found {plot.name}")
     refuse_to_replace(output, plot, force=force)
+    _check_folders(output, plot)
     if plot is not None:
         require("matplotlib", extra="plot")
     require_onnxruntime()
@@ -121,12 +125,31 @@ def command(
         write_text(output, result.to_json())
     if plot is not None:
         draw_speed(plot, result)
+    verdicts = None if before is None else compare(before, result)
     if as_json:
-        click.echo(result.to_json(), nl=False)
+        state = json.loads(result.to_json())
+        if verdicts is not None:
+            state["comparison"] = [{**asdict(verdict), "ratio": verdict.ratio} for verdict in verdicts]
+        click.echo(json.dumps(state, indent=1, ensure_ascii=False))
         return
     print_result(result)
-    if before is not None:
-        print_comparison(compare(before, result))
+    if before is not None and verdicts is not None:
+        for name in ("cpu", "cpus"):
+            if (old := before.machine.get(name)) != (new := result.machine[name]):
+                click.echo(f"\nnote: the earlier result was taken on another machine: {name} {old}, now {new}")
+        print_comparison(verdicts)
+
+
+def _check_folders(*paths: Path | None) -> None:
+    """Refuse what could not be written, before minutes go into it."""
+    folders = {path.parent for path in paths if path is not None}
+    problems = [
+        f"{folder} {'is not a folder' if not folder.is_dir() else 'cannot be written to'}"
+        for folder in sorted(folders)
+        if not (folder.is_dir() and os.access(folder, os.W_OK))
+    ]
+    if problems:
+        raise RequestError(problems, "another file with -o or --plot")
 
 
 def _sources(bundle: Bundle, texts: Sequence[str]) -> list[list[int]]:

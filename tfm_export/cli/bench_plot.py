@@ -1,9 +1,11 @@
-"""A picture of a benchmark: throughput against batch, and the time of a token against how many came before it."""
+"""A picture of a benchmark: throughput and the time of a token against the batch; as HTML, with all figures below."""
 
 from __future__ import annotations
 
 import io
+from html import escape
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,14 +15,20 @@ from tfm_export.extras import require
 if TYPE_CHECKING:
     from tfm_export.bench import BenchResult
 
-FORMATS = (".png", ".svg", ".pdf")
+FORMATS = (".png", ".svg", ".pdf", ".html")
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 64rem; padding: 0 1rem; color: #1c2530 }
+h1 { font-size: 1.5rem } svg { width: 100%; height: auto } table { border-collapse: collapse; width: 100% }
+td, th { text-align: right; padding: .25rem .6rem; font-variant-numeric: tabular-nums }
+th { border-bottom: 2px solid #d5dbe3 } tr:nth-child(even) { background: #f4f6f9 }
+"""
 
 
 def draw_speed(path: Path, result: BenchResult) -> None:
     """Draw a result.
 
     Args:
-        path: the picture to write; its suffix, one of `FORMATS`, is its format.
+        path: the picture to write; its suffix, one of `FORMATS`, is its format. HTML is one file that loads nothing.
         result: what was measured.
 
     Raises:
@@ -63,6 +71,36 @@ def draw_speed(path: Path, result: BenchResult) -> None:
             axes.set_ylim(bottom=0)
             axes.grid(visible=True, alpha=0.3)
         throughput.legend(frameon=False, fontsize=8)
-        picture = io.BytesIO()
-        figure.savefig(picture, format=path.suffix.removeprefix("."), dpi=150)
-    path.write_bytes(picture.getvalue())
+        picture, kind = io.BytesIO(), path.suffix.removeprefix(".")
+        figure.savefig(picture, format="svg" if kind == "html" else kind, dpi=150)
+    drawn = picture.getvalue()
+    path.write_bytes(_page(drawn.decode(), result).encode() if kind == "html" else drawn)
+
+
+def _page(drawing: str, result: BenchResult) -> str:
+    """The drawing and every cell's figures."""
+    machine = result.machine
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    title = f"{result.work.get('bundle', 'a bundle')} on {machine['cpu']}"
+    head = ["beam", "batch", "variant", "first token ms", "ms a token p50", "p90", "p99", "tokens/s", "peak MB"]
+    rows = [
+        [
+            str(cell.beam),
+            str(cell.batch),
+            cell.variant,
+            f"{median(cell.first_seconds) * 1e3:.1f}",
+            *(f"{seconds * 1e3:.2f}" for seconds in cell.step_percentiles().values()),
+            f"{cell.tokens_per_second:,.0f}",
+            f"{cell.peak_megabytes:,.0f}",
+        ]
+        for cell in sorted(result.cells, key=lambda cell: (cell.beam, cell.batch))
+    ]
+    table = "".join(
+        f"<tr>{''.join(f'<{tag}>{escape(value)}</{tag}>' for value in row)}</tr>\n"
+        for tag, row in [("th", head), *(("td", row) for row in rows)]
+    )
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{STYLE}</style></head>\n<body><h1>{escape(title)}</h1>\n<p>{escape(versions)}; {machine['time']}</p>\n"
+        f"{drawing[drawing.index('<svg') :]}\n<table>{table}</table></body></html>\n"
+    )
