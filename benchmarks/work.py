@@ -39,7 +39,7 @@ LARGEST_BATCH = 32
 NO_END = -1e4
 FIRST = 3  # the first id that is not special
 CHAIN = 64  # tokens
-QUIET, PULL = 0.3, 0.75
+QUIET, PULL = 0.3, 0.95  # base model: the likeliest token then has a probability of 0.7 (0.5 to 0.9, measured)
 FLOATS = {"fp16", "bf16"}  # what is made of every value's range
 
 
