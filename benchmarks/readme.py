@@ -5,6 +5,7 @@ python -m benchmarks.readme     # rewrite what lies between the two comments
 
 from __future__ import annotations
 
+import argparse
 import json
 import textwrap
 from pathlib import Path
@@ -150,4 +151,5 @@ def with_section(text: str, content: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     README.write_text(with_section(README.read_text(encoding="utf-8"), section()), encoding="utf-8")
