@@ -50,10 +50,9 @@ def _sizes(found: Draft) -> None:
     tables = {"source": "src_embed.0.lut.weight", "target": "tgt_embed.0.lut.weight"}
     for side, name in tables.items():
         if name in keys:
-            found.infer(f"{side}_vocabulary_size", len(keys.tensors[name]), shapes)
-    found.infer("d_model", keys.tensors[SIGNATURE].size(-1), shapes)
-    expand = keys.tensors.get("encoder.layers.0.feed_forward.w_1.weight")
-    found.infer("d_ff", 1 if expand is None else len(expand), shapes)
+            found.infer(f"{side}_vocabulary_size", keys.size(name, 0), shapes)
+    found.infer("d_model", keys.size(SIGNATURE, 1), shapes)
+    found.infer("d_ff", keys.size("encoder.layers.0.feed_forward.w_1.weight", 0), shapes)
     for stack in ("encoder", "decoder"):
         layers = found.count_layers(f"{stack}.layers.{{}}.self_attn.linears.0.weight")
         found.infer(f"{stack}_layers", layers, shapes)

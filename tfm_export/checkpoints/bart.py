@@ -76,7 +76,7 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
         found.problems.append(f"missing: {SIGNATURE}, by which this layout is told")
         return found
     _tell(found, contents.config, family)
-    embeddings, projection = _tables(found)
+    embeddings, projection = _tables(found, contents.config)
     names = {side: f"{stack}.embed_positions.weight" for side, stack in (("source", "encoder"), ("target", "decoder"))}
     place_tables(found, embeddings=embeddings, projection=projection, bias="final_logits_bias", positions=None)
     _place_positions(found, contents.config, family, names)
@@ -88,9 +88,8 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
 
 def _tell(found: Draft, config: Mapping[str, Any], family: Family) -> None:
     keys = found.keys
-    found.infer("d_model", keys.tensors[SIGNATURE].size(-1), SHAPES)
-    expand = keys.tensors.get("encoder.layers.0.fc1.weight")
-    found.infer("d_ff", 1 if expand is None else len(expand), SHAPES)
+    found.infer("d_model", keys.size(SIGNATURE, 1), SHAPES)
+    found.infer("d_ff", keys.size("encoder.layers.0.fc1.weight", 0), SHAPES)
     for stack in ("encoder", "decoder"):
         found.infer(f"{stack}_layers", found.count_layers(f"{stack}.layers.{{}}.self_attn.q_proj.weight"), SHAPES)
     layout = "the family"
@@ -117,13 +116,27 @@ def know_activation(found: Draft, theirs: str) -> None:
         found.problems.append(f"activation {theirs!r} is not known; known are {', '.join(ACTIVATIONS)}")
 
 
-def _tables(found: Draft) -> tuple[dict[str, str], str]:
+def _tables(found: Draft, config: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     """The names of the embeddings and the projection, and which of them are one."""
     own = {"source": "encoder.embed_tokens.weight", "target": "decoder.embed_tokens.weight"}
-    return find_tables(found, own, "shared.weight", "lm_head.weight")
+    return find_tables(
+        found, own, "shared.weight", "lm_head.weight", untied=untied(config), alone=not ties_projection(config)
+    )
 
 
-def find_tables(found: Draft, own: Mapping[str, str], shared: str, projection: str) -> tuple[dict[str, str], str]:
+def ties_projection(config: Mapping[str, Any]) -> bool:
+    """Whether config.json lets the projection be the target's embedding."""
+    return bool(config.get("tie_word_embeddings", True))
+
+
+def untied(config: Mapping[str, Any]) -> bool:
+    """Whether config.json says that no tables are tied; MarianMT has another name for those of embeddings."""
+    return not config.get("tie_word_embeddings", True) or not config.get("share_encoder_decoder_embeddings", True)
+
+
+def find_tables(
+    found: Draft, own: Mapping[str, str], shared: str, projection: str, *, untied: bool = False, alone: bool = False
+) -> tuple[dict[str, str], str]:
     """Find embeddings and projection where files may leave out all but one of those that are tied.
 
     Args:
@@ -131,6 +144,8 @@ def find_tables(found: Draft, own: Mapping[str, str], shared: str, projection: s
         own: the name of each side's own table.
         shared: the name of the table of both sides.
         projection: the name of the projection's weight.
+        untied: whether each side has its own table: transformers keeps one for both beside them, of no use then.
+        alone: whether the projection has its own weight, by the file's configuration.
 
     Returns:
         The name of each side's table, and of the projection's weight, which is the target's where they are tied.
@@ -138,13 +153,16 @@ def find_tables(found: Draft, own: Mapping[str, str], shared: str, projection: s
     keys = found.keys
     names = {side: name if name in keys else shared for side, name in own.items()}
     tables = {side: keys.tensors.get(name) for side, name in names.items()}
-    for side, table in tables.items():
-        found.infer(f"{side}_vocabulary_size", 1 if table is None else len(table), SHAPES)
-    if shared not in names.values() and any(same([keys.tensors.get(shared), table]) for table in tables.values()):
-        keys.ignore([shared], "the same as an embedding")
+    for side in tables:
+        found.infer(f"{side}_vocabulary_size", keys.size(names[side], 0), SHAPES)
+    if shared not in names.values():
+        if any(same([keys.tensors.get(shared), table]) for table in tables.values()):
+            keys.ignore([shared], "the same as an embedding")
+        elif untied:
+            keys.ignore([shared], f"{CONFIG} says that each side has its own embedding")
     one = names["source"] == names["target"] or same(tables.values())
     found.infer("share_embeddings", one, "comparing the tables")
-    tied = projection not in keys or same([tables["target"], keys.tensors[projection]])
+    tied = (projection not in keys and not alone) or same([tables["target"], keys.tensors.get(projection)])
     found.infer("tie_projection", tied, "comparing the tables")
     return names, projection
 
@@ -157,8 +175,8 @@ def _place_positions(found: Draft, config: Mapping[str, Any], family: Family, na
         target = f"{side}_positions.table"
         if family.positions != "tensor2tensor" and (family.positions == "table" or name in keys):
             first = family.first_row or 0
-            placed = keys.put(target, name, rows(first, None))
-            lengths[side] = 1 if placed is None else len(placed)
+            keys.put(target, name, rows(first, None))
+            lengths[side] = max(1, keys.size(name, 0) - first)
             continue
         length = config.get("max_position_embeddings")
         if not isinstance(length, int) or length < 1:

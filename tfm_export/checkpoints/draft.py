@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -98,11 +99,13 @@ class Draft:
         return self.facts[name].value if name in self.facts else otherwise
 
     def count_layers(self, pattern: str) -> int:
-        """How many layers the file has, by a name such as "encoder.layers.{}.norm1.weight"; at least 1."""
-        count = 0
-        while pattern.format(count) in self.keys:
-            count += 1
-        return max(count, 1)
+        """How many layers the file has, by a name such as "encoder.layers.{}.norm1.weight"; at least 1.
+
+        A gap in their numbers is bridged: what is missing between two layers is told as missing.
+        """
+        form = re.compile(re.escape(pattern).replace(r"\{\}", r"(\d{1,6})"))
+        numbers = [int(match[1]) for name in self.keys.tensors if (match := form.fullmatch(name))]
+        return min(max(numbers, default=0) + 1, len(self.keys.tensors))
 
     def config(self) -> TransformerConfig | None:
         """The configuration, if what is known makes one; what does not fit is noted as a problem."""
@@ -122,6 +125,8 @@ class Draft:
         for name in (*SPECIAL_IDS, *DECODING):
             if name in self.settings and name not in self.facts:
                 self._given(name)
+        if self.keys.malformed:  # other shapes cannot be judged
+            return [*self.problems, *self.keys.problems, *self.keys.malformed.values()]
         if self.missing:
             return [*self.problems, *self.keys.problems]
         config = self.config()

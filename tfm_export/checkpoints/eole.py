@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tfm_export.checkpoints.draft import Draft, same
@@ -94,19 +93,18 @@ def _unsupported(options: Mapping[str, Any], plain: Mapping[str, tuple[Any, ...]
 
 def _sizes(found: Draft) -> None:
     keys = found.keys
-    query = keys.tensors[SIGNATURE]
-    found.infer("d_model", query.size(-1), SHAPES)
-    expand = keys.tensors.get("encoder.transformer_layers.0.mlp.gate_up_proj.weight")
-    found.infer("d_ff", 1 if expand is None else len(expand), SHAPES)
+    found.infer("d_model", keys.size(SIGNATURE, 1), SHAPES)
+    found.infer("d_ff", keys.size("encoder.transformer_layers.0.mlp.gate_up_proj.weight", 0), SHAPES)
     for stack in ("encoder", "decoder"):
         pattern = f"{stack}.transformer_layers.{{}}.self_attn.linear_query.weight"
         found.infer(f"{stack}_layers", found.count_layers(pattern), SHAPES)
     tables = {side: keys.tensors.get(f"{short}_emb.embeddings.weight") for side, short in SIDES.items()}
     if tables["target"] is None:  # Eole leaves out what is shared
         tables["target"] = tables["source"]
-        keys.tensors["tgt_emb.embeddings.weight"] = keys.tensors.get("src_emb.embeddings.weight", torch.empty(0))
-    for side, table in tables.items():
-        found.infer(f"{side}_vocabulary_size", 1 if table is None else len(table), SHAPES)
+        if tables["source"] is not None:
+            keys.tensors["tgt_emb.embeddings.weight"] = tables["source"]
+    for side, short in SIDES.items():
+        found.infer(f"{side}_vocabulary_size", keys.size(f"{short}_emb.embeddings.weight", 0), SHAPES)
     found.infer("share_embeddings", same(tables.values()), "comparing the tables")
     projection = keys.tensors.get("generator.weight")
     found.infer("tie_projection", projection is None or same([tables["target"], projection]), "comparing the tables")
@@ -136,7 +134,7 @@ def _tell(found: Draft, stacks: Mapping[str, Mapping[str, Any]], embeddings: Map
     for stack, values in stacks.items():
         if values.get("heads_kv") not in {None, values.get("heads", 8)}:
             found.problems.append(f"heads_kv is {values['heads_kv']!r} in the {stack}, which is not supported")
-    width = len(found.keys.tensors[SIGNATURE])
+    width = found.keys.size(SIGNATURE, 0)
     if isinstance(heads, int) and heads > 0 and width % heads == 0 and width != found.value("d_model"):
         found.infer("d_head", width // heads, SHAPES)
     found.know("layer_norm_epsilon", options.get("norm_eps", 1e-5), OPTIONS)

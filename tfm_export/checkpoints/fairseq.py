@@ -84,9 +84,8 @@ def _arguments(state: Any) -> dict[str, Any]:
 
 def _sizes(found: Draft) -> None:
     keys = found.keys
-    found.infer("d_model", keys.tensors[SIGNATURE].size(-1), SHAPES)
-    expand = keys.tensors.get("encoder.layers.0.fc1.weight")
-    found.infer("d_ff", 1 if expand is None else len(expand), SHAPES)
+    found.infer("d_model", keys.size(SIGNATURE, 1), SHAPES)
+    found.infer("d_ff", keys.size("encoder.layers.0.fc1.weight", 0), SHAPES)
     for stack in ("encoder", "decoder"):
         found.infer(f"{stack}_layers", found.count_layers(f"{stack}.layers.{{}}.self_attn.q_proj.weight"), SHAPES)
     pre_norm = "encoder.layer_norm.weight" in keys or "decoder.layer_norm.weight" in keys
@@ -123,9 +122,9 @@ def _place_positions(found: Draft, arguments: Mapping[str, Any]) -> None:
     found.infer("positions", "learned", "the layout; sinusoids are kept as a table too")
     for side, stack in (("source", "encoder"), ("target", "decoder")):
         name, target = f"{stack}.embed_positions.weight", f"{side}_positions.table"
-        if name in keys:
-            placed = keys.put(target, name, rows(first, None))
-            lengths[side] = 1 if placed is None else len(placed)
+        if name in keys or arguments.get(f"{stack}_learned_pos"):
+            keys.put(target, name, rows(first, None))
+            lengths[side] = max(1, keys.size(name, 0) - first)
             continue
         asked = found.settings.get("max_length" if side == "source" else "longest_target")
         lengths[side] = asked or int(arguments.get(f"max_{side}_positions") or LONGEST)

@@ -6,6 +6,7 @@ A container is told by its first bytes, never by the name of the file.
 from __future__ import annotations
 
 import json
+import math
 import re
 import zipfile
 from collections.abc import Mapping
@@ -113,7 +114,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MOST_JSON_BYTES:
             raise CheckpointError(f"{path} has more than {MOST_JSON_BYTES:,} bytes: refused")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as problem:
         raise CheckpointError(f"{path} is not JSON: {problem}", 'expected an object such as {"heads": 8}') from None
     except OSError as problem:
@@ -123,8 +124,23 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON in which every name occurs once.
+
+    Raises:
+        ValueError: one occurs twice, and which of both is meant nobody can tell.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in found if names.count(name) > 1} if len(names) < 10_000 else ())
+        raise ValueError(f"it names {', '.join(twice) or 'something'} several times")
+    return found
+
+
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
+        _check_header(path)
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dictionary)
     except (SafetensorError, ValueError, TypeError, OSError, RuntimeError) as problem:
@@ -132,6 +148,14 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
             f"{path} is not a file of safetensors, or is damaged: {problem}",
             "copy it again and compare its size and hash with the original's",
         ) from problem
+
+
+def _check_header(path: Path) -> None:
+    """Make sure that no tensor is there twice: the library would take the last."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size <= MOST_JSON_BYTES:
+            json.loads(file.read(size), object_pairs_hook=unique)
 
 
 def _read_shards(path: Path) -> dict[str, Tensor]:
@@ -147,7 +171,7 @@ def _read_shards(path: Path) -> dict[str, Tensor]:
         if Path(name).name != name:
             problems.append(f"{path} names {name}, which is not beside it")
             continue
-        shard = read_file(path.parent / name)
+        shard = read_file(path.parent / name) if not _is_json(path.parent / name) else None
         if not isinstance(shard, dict):
             problems.append(f"{path.parent / name} does not hold tensors by name")
             continue
@@ -157,6 +181,14 @@ def _read_shards(path: Path) -> dict[str, Tensor]:
     if problems:
         raise CheckpointError(problems, "copy the whole folder again")
     return tensors
+
+
+def _is_json(path: Path) -> bool:
+    """Whether a shard is another index, maybe this one."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(16).lstrip().startswith(b"{")
 
 
 def _read_numbered(files: Mapping[str, Path]) -> dict[str, Tensor]:
@@ -185,7 +217,11 @@ def _read_arrays(path: Path) -> dict[str, Tensor]:
     """The arrays of an .npz file; bytes and text in it stay arrays of bytes."""
     try:
         with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            if len({*names}) < len(names):
+                raise CheckpointError(f"{path} has several arrays of one name: refused", "save it again")
             for entry in archive.infolist():
+                _check_array(archive, entry)
                 if entry.file_size > MOST_COMPRESSION * max(entry.compress_size, 1) + 1000:
                     raise CheckpointError(f"{path}: {entry.filename} unpacks to {entry.file_size:,} bytes: refused")
         with np.load(path, allow_pickle=False) as arrays:
@@ -195,3 +231,15 @@ def _read_arrays(path: Path) -> dict[str, Tensor]:
             f"{path} is not an archive of plain numpy arrays, or is damaged: {problem}",
             "copy it again and compare its size and hash with the original's",
         ) from problem
+
+
+def _check_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
+    """Make sure that an array is as large as its header says, before memory is asked for."""
+    with archive.open(entry) as file:
+        version = np.lib.format.read_magic(file)
+        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        if version not in read_header:
+            return  # for numpy to refuse
+        shape, _, kind = read_header[version](file)
+        if math.prod(shape) * kind.itemsize > entry.file_size and not kind.hasobject:
+            raise ValueError(f"{entry.filename} should have the shape {list(shape)}, and has {entry.file_size:,} bytes")

@@ -20,6 +20,7 @@ from tfm_export.errors import CheckpointError
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # A configuration may ask for a position table of any size, which is not in the file: 2^20 rows are beyond any use.
 MOST_POSITIONS = 2**20
+MISSING = torch.empty(0)  # stands for a weight that the file does not have
 MOST_NAMED = 40  # problems of one kind in a message
 
 
@@ -34,6 +35,8 @@ class KeyMap:
         ignored: names of the file that are of no use, each with the reason.
         zeros: the reference model's weights that the file has none for and that are zero: absent biases.
         problems: what did not fit so far.
+        origins: the name in the file of each of the reference model's weights.
+        malformed: weights from which sizes should be told, and which have not the dimensions for it.
     """
 
     tensors: dict[str, Tensor]
@@ -42,9 +45,27 @@ class KeyMap:
     ignored: dict[str, str] = field(default_factory=dict)
     zeros: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
+    origins: dict[str, str] = field(default_factory=dict)
+    malformed: dict[str, str] = field(default_factory=dict)
 
     def __contains__(self, key: str) -> bool:
         return key in self.tensors
+
+    def size(self, key: str, axis: int, *, dimensions: int = 2) -> int:
+        """A size that a weight of the file tells.
+
+        A weight that is missing is told when it is placed, one of other dimensions, or without any numbers, is noted as
+        malformed: 1 for both.
+        """
+        tensor = self.tensors.get(key)
+        if tensor is None:
+            return 1
+        if tensor.dim() != dimensions or not tensor.numel():
+            self.malformed[key] = (
+                f"{key}: expected {dimensions} dimensions, none of them 0, found shape {list(tensor.shape)}"
+            )
+            return 1
+        return tensor.size(axis)
 
     def put(
         self, targets: str | Sequence[str], key: str, change: Callable[[Tensor], Tensor] | None = None
@@ -63,12 +84,17 @@ class KeyMap:
         tensor = self.tensors.get(key)
         if tensor is None:
             self.problems.append(f"missing: {key}, for {', '.join(names)}")
-            self.placed |= dict.fromkeys(names, torch.empty(0))  # told once is enough
+            self.placed |= dict.fromkeys(names, MISSING)  # told once is enough
             return None
         if key in self.used and change is None:
             self.problems.append(f"{key} is used twice")
         self.used.add(key)
-        return self.put_tensor(names, tensor if change is None else change(tensor))
+        self.origins |= dict.fromkeys(names, key)
+        try:
+            changed = tensor if change is None else change(tensor)
+        except (IndexError, RuntimeError, TypeError):  # too few dimensions, or too many: the check of shapes tells
+            changed = tensor
+        return self.put_tensor(names, changed)
 
     def put_tensor(self, targets: str | Sequence[str], tensor: Tensor) -> Tensor:
         """Place a tensor that is not in the file, such as a computed position table."""
@@ -127,16 +153,15 @@ class KeyMap:
         problems += _cut([f"unexpected: {key} {list(self.tensors[key].shape)}" for key in self.unused()])
         checked: set[int] = set()
         for name, weight in self.placed.items():
-            if name in expected and weight.numel() and (wrong := _problem_of(weight, expected[name], checked)):
-                problems.append(f"{name}: {wrong}")
+            if name in expected and weight is not MISSING and (wrong := _problem_of(weight, expected[name], checked)):
+                place = f"{self.origins[name]}, for {name}" if name in self.origins else name
+                problems.append(f"{place}: {wrong}")
         return problems
 
     def _forgotten_biases(self) -> list[str]:
-        """Biases that a file lacks while it has those of the same part in other layers: there should be some."""
-        kinds = {re.sub(r"\d+", "*", name) for name in self.placed}
-        return [
-            f"missing: {name}, which other layers have" for name in self.zeros if re.sub(r"\d+", "*", name) in kinds
-        ]
+        """Biases that a file lacks while it has those of the same part elsewhere: there should be some."""
+        kinds = {_part(name) for name in self.placed}
+        return [f"missing: {name}, which other layers have" for name in self.zeros if _part(name) in kinds]
 
     def _fills(self, name: str) -> bool:
         return name in self.placed or name in self.zeros
@@ -166,8 +191,9 @@ class KeyMap:
 
     def notes(self) -> list[str]:
         """What was cast and ignored, for people."""
-        types = {str(self.tensors[key].dtype).removeprefix("torch.") for key in self.used} - {"float32"}
-        notes = [f"weights stored as {name} are computed with in float32" for name in sorted(types)]
+        cast = {self.tensors[key].dtype for key in self.used} & {*WEIGHT_TYPES} - {torch.float32}
+        types = sorted(str(dtype).removeprefix("torch.") for dtype in cast)
+        notes = [f"weights stored as {name} are computed with in float32" for name in types]
         reasons = dict.fromkeys(self.ignored.values())
         for reason in reasons:
             names = [key for key, why in self.ignored.items() if why == reason]
@@ -182,8 +208,22 @@ def rows(start: int, stop: int | None) -> Callable[[Tensor], Tensor]:
 
 
 def third(number: int) -> Callable[[Tensor], Tensor]:
-    """A change that takes the query's (0), key's (1) or value's (2) rows of a joint projection."""
-    return lambda tensor: tensor[number * (len(tensor) // 3) : (number + 1) * (len(tensor) // 3)]
+    """A change that takes the query's (0), key's (1) or value's (2) rows of a joint projection.
+
+    What has no three parts of one size is left whole, for the check of shapes to refuse: no row is dropped.
+    """
+
+    def change(tensor: Tensor) -> Tensor:
+        count, rest = divmod(len(tensor), 3)
+        return tensor if rest else tensor[number * count : (number + 1) * count]
+
+    return change
+
+
+def _part(name: str) -> str:
+    """Which part a weight is, whatever its layer and stack: all norms are one part, and so are all attentions."""
+    name = re.sub(r"^.*norm\.", "norm.", name)
+    return re.sub(r"^(en|de)coder_layers\.\d+\.((self|cross)_)?", "", name)
 
 
 def _oversized(config: TransformerConfig, tensors: int) -> str | None:

@@ -65,18 +65,16 @@ def _configuration(text: Tensor | None) -> dict[str, str]:
 
 def _sizes(found: Draft) -> None:
     keys = found.keys
-    found.infer("d_model", len(keys.tensors[SIGNATURE]), SHAPES)
-    expand = keys.tensors.get("encoder_l1_ffn_W1")
-    found.infer("d_ff", 1 if expand is None else expand.size(-1), SHAPES)
+    found.infer("d_model", keys.size(SIGNATURE, 0), SHAPES)
+    found.infer("d_ff", keys.size("encoder_l1_ffn_W1", 1), SHAPES)
     for stack in ("encoder", "decoder"):
         count = 0
         while f"{stack}_l{count + 1}_self_Wq" in keys:
             count += 1
         found.infer(f"{stack}_layers", max(count, 1), SHAPES)
     for side, name in _embeddings(found).items():
-        table = keys.tensors.get(name)
         extra = 1 if side == "target" or len(set(_embeddings(found).values())) == 1 else 0
-        found.infer(f"{side}_vocabulary_size", extra + (1 if table is None else len(table)), SHAPES)
+        found.infer(f"{side}_vocabulary_size", extra + keys.size(name, 0), SHAPES)
     pre_norm = "encoder_l1_self_Wo_ln_scale_pre" in keys
     found.infer("norm_first", pre_norm, "its names")
     found.infer("final_norm", "decoder_top_ln_scale" in keys, "its names")
@@ -106,7 +104,7 @@ def _tell(found: Draft, config: Mapping[str, str]) -> None:
     learned = "Wpos" in found.keys
     found.know("scale_embeddings", not learned, "the layout")
     found.infer("positions", "learned", "the layout; sinusoids are kept as a table too")
-    length = len(found.keys.tensors["Wpos"]) if learned else found.settings.get("max_length", DEFAULT_LENGTH)
+    length = found.keys.size("Wpos", 0) if learned else found.settings.get("max_length", DEFAULT_LENGTH)
     found.know("max_length", length, "its table of positions" if learned else "the default: sinusoids have no end")
     start = found.value("target_vocabulary_size") - 1
     found.notes.append(f"token {start} was added: the start of targets, an embedding of zeros, which no step gives")

@@ -71,15 +71,15 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
 
 def _sizes(found: Draft) -> None:
     keys = found.keys
-    found.infer("d_model", keys.tensors[SIGNATURE].size(-1), SHAPES)
-    expand = keys.tensors.get("encoder.transformer.0.feed_forward.w_1.weight")
-    found.infer("d_ff", 1 if expand is None else len(expand), SHAPES)
+    found.infer("d_model", keys.size(SIGNATURE, 1), SHAPES)
+    found.infer("d_ff", keys.size("encoder.transformer.0.feed_forward.w_1.weight", 0), SHAPES)
     found.infer("encoder_layers", found.count_layers("encoder.transformer.{}.layer_norm.weight"), SHAPES)
     found.infer("decoder_layers", found.count_layers("decoder.transformer_layers.{}.layer_norm_1.weight"), SHAPES)
     tables: dict[str, Tensor | None] = {}
     for side, stack in (("source", "encoder"), ("target", "decoder")):
-        table = tables[side] = keys.tensors.get(f"{stack}.embeddings.make_embedding.emb_luts.0.weight")
-        found.infer(f"{side}_vocabulary_size", 1 if table is None else len(table), SHAPES)
+        name = f"{stack}.embeddings.make_embedding.emb_luts.0.weight"
+        tables[side] = keys.tensors.get(name)
+        found.infer(f"{side}_vocabulary_size", keys.size(name, 0), SHAPES)
     found.infer("share_embeddings", same(tables.values()), "comparing the tables")
     projection = keys.tensors.get("generator.weight")
     found.infer("tie_projection", same([tables["target"], projection]), "comparing the tables")

@@ -7,6 +7,7 @@ neither imported nor run. All other classes are refused by name.
 
 from __future__ import annotations
 
+import io
 import pickle
 import pickletools
 import re
@@ -23,8 +24,10 @@ from torch import Tensor
 from tfm_export.errors import CheckpointError
 
 MOST_PICKLE_BYTES = 16_000_000  # of a pickle that is only looked at to name what it needs
+MOST_PICKLES = 5  # of the old format: a number, a version, a system, the contents, the names of storages
 MOST_VALUES = 20_000_000  # in all containers together: a small pickle can refer to its parts ever again
 MOST_TIMES_FILE = 8  # all tensors together, as many times the file: tied weights count each time
+AGAIN = "copy it again and compare its size and hash with the original's"
 
 
 class StandIn:
@@ -170,10 +173,13 @@ def load_pickle(path: Path) -> Any:
     archive = zipfile.is_zipfile(path)
     try:
         if archive:
-            _refuse_compressed(path)
+            _check_archive(path)
+        else:
+            _check_pickle(path)
         with warnings.catch_warnings(), torch.serialization.safe_globals([(f, n) for n, f in STAND_INS.items()]):
-            # What cannot be read is refused below.
+            # What cannot be read is refused below, and quantised weights where they are used.
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            warnings.filterwarnings("ignore", module=r"torch\._utils")
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
         return _Plain(path).of(state)
     except pickle.UnpicklingError as problem:
@@ -181,13 +187,51 @@ def load_pickle(path: Path) -> Any:
     # torch.load raises whatever its reader stumbles over in a damaged file.
     except (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, OSError) as problem:
         raise CheckpointError(
-            f"{path} is damaged or not a PyTorch checkpoint: {_first_line(problem)}",
-            "copy it again and compare its size and hash with the original's",
+            f"{path} is damaged or not a PyTorch checkpoint: {_first_line(problem)}", AGAIN
         ) from problem
 
 
-def _refuse_compressed(path: Path) -> None:
+# What people have instead of a checkpoint, by its first bytes.
+OTHER_FILES = {
+    b"version https://git-lfs": ("a pointer of Git LFS, not the file itself", "git lfs pull"),
+    b"\x1f\x8b": ("compressed by gzip", "unpack it"),
+    b"BZh": ("compressed by bzip2", "unpack it"),
+    b"\xfd7zXZ": ("compressed by xz", "unpack it"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "unpack it"),
+    b"\x93NUMPY": ("one array of numpy without a name", "save the weights by name: numpy.savez or torch.save"),
+    b"\x89HDF": ("a file of HDF5", "load it with the library that wrote it, and save the weights with torch.save"),
+    b"GGUF": ("a file of GGUF", "take the file that it was converted from"),
+    b"<": ("a web page", "download the file itself"),
+    b"PK": ("an archive that is cut short or damaged", AGAIN),
+}
+EXPECTED = "expected a file written by torch.save, safetensors or numpy.savez"
+
+
+def _check_pickle(path: Path) -> None:
+    """Refuse what is no pickle before PyTorch's reader, whose message would be of no help, stumbles over it."""
+    with open(path, "rb") as file:
+        start = file.read(4096)
+    for mark, (found, hint) in OTHER_FILES.items():
+        if start.startswith(mark):
+            raise CheckpointError(f"{path} is {found}; {EXPECTED}", hint)
+    if start[:1] != b"\x80":  # pickles begin so since Python 2.3
+        text = all(byte >= 32 or byte in b"\t\n\r\f" for byte in start)
+        found = "a text file" if text else "of an unknown kind"
+        raise CheckpointError(f"{path} is {found}; {EXPECTED}", "name the checkpoint's file")
+
+
+def _check_archive(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        if not any(name.endswith("data.pkl") for name in names):
+            raise CheckpointError(f"{path} is a zip archive without data.pkl; {EXPECTED}", "name the checkpoint's file")
+        if any(name.endswith("constants.pkl") for name in names):
+            raise CheckpointError(
+                f"{path} is a TorchScript archive, which holds code: refused",
+                "save the weights alone: torch.save(model.state_dict(), ...), or those of torch.jit.load(...)",
+            )
+        if twice := sorted({name for name in names if names.count(name) > 1} if len(names) < 100_000 else ()):
+            raise CheckpointError(f"{path} has several entries named {', '.join(twice[:5])}: refused", AGAIN)
         if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
             raise CheckpointError(
                 f"{path} is a compressed archive; torch.save writes none, and it may unpack to any size: refused",
@@ -257,9 +301,7 @@ def _refusal(path: Path, message: str) -> CheckpointError:
             f"{path} is a pickle that needs {', '.join(classes)}; loading it could run code: refused",
             "save the weights alone: torch.save(model.state_dict(), ...), where those classes can be imported",
         )
-    return CheckpointError(
-        f"{path} is not a PyTorch checkpoint: {_first_line(message)}", "expected a file written by torch.save"
-    )
+    return CheckpointError(f"{path} is damaged or not a PyTorch checkpoint: {_first_line(message)}", AGAIN)
 
 
 def classes_needed(path: Path) -> list[str]:
@@ -267,13 +309,15 @@ def classes_needed(path: Path) -> list[str]:
     names: set[str] = set()
     strings: list[str] = []
     try:
-        for opcode, argument, _ in pickletools.genops(_pickle_bytes(path)):
-            if opcode.name == "GLOBAL":
-                names.add(str(argument).replace(" ", "."))
-            elif opcode.name == "STACK_GLOBAL":
-                names.add(".".join(strings[-2:]))
-            elif isinstance(argument, str):
-                strings.append(argument)
+        content = io.BytesIO(_pickle_bytes(path))
+        for _ in range(MOST_PICKLES):  # the old format has several, one after the other
+            for opcode, argument, _ in pickletools.genops(content):
+                if opcode.name == "GLOBAL":
+                    names.add(str(argument).replace(" ", "."))
+                elif opcode.name == "STACK_GLOBAL" and len(strings) > 1:
+                    names.add(".".join(strings[-2:]))
+                elif isinstance(argument, str):
+                    strings.append(argument)
     except (ValueError, KeyError, OSError, zipfile.BadZipFile, StopIteration):
         pass  # not a pickle to its end: what was found so far is told
     harmless = re.compile(r"torch\._utils\._rebuild.*|torch\.\w+Storage|collections\.(OrderedDict|Counter)")
@@ -292,5 +336,7 @@ def _pickle_bytes(path: Path) -> bytes:
 
 
 def _first_line(problem: object) -> str:
-    lines = str(problem).strip().splitlines()
-    return lines[0] if lines else type(problem).__name__
+    """What a reader says of a file, without PyTorch's advice to load it as code."""
+    text = re.sub(r"In PyTorch 2\.6.*?trusted source\.?", "", str(problem), flags=re.DOTALL)
+    lines = [line.strip() for line in text.strip().splitlines() if "weights_only" not in line]
+    return next((line for line in lines if line), type(problem).__name__)

@@ -90,10 +90,10 @@ def _ask_for_positions(found: Draft) -> None:
 
 
 def as_table(tensor: Tensor) -> Tensor | None:
-    """A table [rows, M] in any of its usual forms [rows, M], [1, rows, M], [rows, 1, M]; None for other shapes."""
+    """A table [rows, M] in any of its usual forms [rows, M], [1, rows, M], [rows, 1, M]; None for all others."""
     if tensor.dim() == 3 and 1 in tensor.shape[:2]:
         tensor = squeezed(tensor)
-    return tensor if tensor.dim() == 2 else None
+    return tensor if tensor.dim() == 2 and tensor.numel() else None
 
 
 def squeezed(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tfm_export.checkpoints.bart import find_tables, know_activation
+from tfm_export.checkpoints.bart import find_tables, know_activation, ties_projection, untied
 from tfm_export.checkpoints.draft import Draft
 from tfm_export.checkpoints.files import Contents
 from tfm_export.checkpoints.key_map import KeyMap
@@ -41,7 +41,9 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
         found.know(name, value, LAYOUT)
     _tell(found, config)
     own = {"source": "encoder.embed_tokens.weight", "target": "decoder.embed_tokens.weight"}
-    embeddings, projection = find_tables(found, own, "shared.weight", "lm_head.weight")
+    embeddings, projection = find_tables(
+        found, own, "shared.weight", "lm_head.weight", untied=untied(config), alone=not ties_projection(config)
+    )
     found.know("scale_projection", _scales(found, config), CONFIG)
     place_tables(found, embeddings=embeddings, projection=projection, bias="lm_head.bias", positions=None)
     for stack in ("encoder", "decoder"):
@@ -52,25 +54,25 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
 
 def _tell(found: Draft, config: Mapping[str, Any]) -> None:
     keys = found.keys
-    inner, width = keys.tensors[SIGNATURE].shape
-    found.infer("d_model", width, SHAPES)
+    inner = keys.size(SIGNATURE, 0)
+    found.infer("d_model", keys.size(SIGNATURE, 1), SHAPES)
     for stack in ("encoder", "decoder"):
         layers = found.count_layers(f"{stack}.block.{{}}.layer.0.SelfAttention.q.weight")
         found.infer(f"{stack}_layers", layers, SHAPES)
-    bias = keys.tensors.get(f"encoder.{BIAS}")
-    if bias is not None:
-        buckets, heads = bias.shape
-        found.infer("relative_buckets", buckets, SHAPES)
+    bias = f"encoder.{BIAS}"
+    if bias in keys:
+        heads = keys.size(bias, 1)
+        found.infer("relative_buckets", keys.size(bias, 0), SHAPES)
         found.infer("heads", heads, SHAPES)
-        if inner % heads:
+        if heads < 1 or inner % heads:
             found.problems.append(f"{SIGNATURE} has {inner} rows, which {heads} heads cannot share")
-        found.infer("d_head", inner // heads, SHAPES)
+        found.infer("d_head", inner // max(heads, 1), SHAPES)
     found.know("relative_max_distance", config.get("relative_attention_max_distance", 128), CONFIG)
     found.know("layer_norm_epsilon", config.get("layer_norm_epsilon", 1e-6), CONFIG)
     gated = "encoder.block.0.layer.1.DenseReluDense.wi_0.weight" in keys
     found.infer("gated_feed_forward", gated, "its names")
-    expand = keys.tensors.get(f"encoder.block.0.layer.1.DenseReluDense.{'wi_0' if gated else 'wi'}.weight")
-    found.infer("d_ff", 1 if expand is None else len(expand), SHAPES)
+    expand = f"encoder.block.0.layer.1.DenseReluDense.{'wi_0' if gated else 'wi'}.weight"
+    found.infer("d_ff", keys.size(expand, 0), SHAPES)
     activation = str(config.get("feed_forward_proj", FAMILIES[config["model_type"]])).removeprefix("gated-")
     # Their "gated-gelu" has always meant the approximation by a tanh.
     know_activation(found, "gelu_new" if gated and activation == "gelu" else activation)

@@ -49,10 +49,8 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
 
 def _sizes(found: Draft, stacks: Mapping[str, str]) -> None:
     keys = found.keys
-    first = keys.tensors[f"{stacks['decoder']}layers.0.self_attn.in_proj_weight"]
-    found.infer("d_model", first.size(-1), SHAPES)
-    expand = keys.tensors.get(f"{stacks['decoder']}layers.0.linear1.weight")
-    found.infer("d_ff", 1 if expand is None else len(expand), SHAPES)
+    found.infer("d_model", keys.size(f"{stacks['decoder']}layers.0.multihead_attn.in_proj_weight", 1), SHAPES)
+    found.infer("d_ff", keys.size(f"{stacks['decoder']}layers.0.linear1.weight", 0), SHAPES)
     for stack, prefix in stacks.items():
         layers = found.count_layers(f"{prefix}layers.{{}}.self_attn.in_proj_weight")
         found.infer(f"{stack}_layers", layers, SHAPES)
@@ -105,8 +103,8 @@ def _place_rest(found: Draft) -> None:
         found.missing["keys"] = f"which is {', '.join(lacking)} of {', '.join(left) or 'none'}? {{{form}}}"
         return
     source, target, projection = (found.keys.tensors[roles[role]] for role in ROLES[:3])
-    found.infer("source_vocabulary_size", len(source), SHAPES)
-    found.infer("target_vocabulary_size", len(target), SHAPES)
+    for side in ("source", "target"):
+        found.infer(f"{side}_vocabulary_size", found.keys.size(roles[f"{side}_embedding"], 0), SHAPES)
     shared = roles["source_embedding"] == roles["target_embedding"] or same([source, target])
     found.infer("share_embeddings", shared, "comparing the tables")
     found.infer("tie_projection", same([target, projection]) or projection is target, "comparing the tables")
@@ -174,11 +172,11 @@ def _bias_of(name: str) -> str:
 
 def _recognise_sides(roles: dict[str, str], names: list[str], kind: str) -> None:
     """Which of one or two tables is the source's, and which the target's, where names tell."""
-    if len(names) == 1:
+    sides = {name: (bool(SOURCE.search(name)), bool(TARGET.search(name))) for name in names}
+    if len(names) == 1 and (kind == "positions" or sides[names[0]] in {(True, True), (False, False)}):
         roles.setdefault(f"source_{kind}", names[0])
         roles.setdefault(f"target_{kind}", names[0])
-    sides = {name: (bool(SOURCE.search(name)), bool(TARGET.search(name))) for name in names}
     for side, wanted in (("source", (True, False)), ("target", (False, True))):
         plain = [name for name in names if sides[name] == wanted]
-        if len(names) == 2 and len(plain) == 1:
+        if len(names) <= 2 and len(plain) == 1:
             roles.setdefault(f"{side}_{kind}", plain[0])

@@ -50,14 +50,13 @@ def _sizes(found: Draft) -> None:
     tables = {"source": "encoder.tok_embedding.weight", "target": "decoder.tok_embedding.weight"}
     for side, name in tables.items():
         if name in keys:
-            found.infer(f"{side}_vocabulary_size", len(keys.tensors[name]), shapes)
+            found.infer(f"{side}_vocabulary_size", keys.size(name, 0), shapes)
     positions = {"max_length": "encoder.pos_embedding.weight", "longest_target": "decoder.pos_embedding.weight"}
     for setting, name in positions.items():
         if name in keys:
-            found.infer(setting, len(keys.tensors[name]), shapes)
-    found.infer("d_model", keys.tensors[SIGNATURE].size(-1), shapes)
-    expand = keys.tensors.get("encoder.layers.0.positionwise_feedforward.fc_1.weight")
-    found.infer("d_ff", 1 if expand is None else len(expand), shapes)
+            found.infer(setting, keys.size(name, 0), shapes)
+    found.infer("d_model", keys.size(SIGNATURE, 1), shapes)
+    found.infer("d_ff", keys.size("encoder.layers.0.positionwise_feedforward.fc_1.weight", 0), shapes)
     for stack in ("encoder", "decoder"):
         layers = found.count_layers(f"{stack}.layers.{{}}.self_attention.fc_q.weight")
         found.infer(f"{stack}_layers", layers, shapes)
