@@ -136,3 +136,20 @@ def test_options_for_checkpoints_have_no_place_at_bundles(tiny_bundle: Path) -> 
     result = inspect(tiny_bundle, "--heads", 3, "--norm-first")
     assert result.exit_code == 2
     assert "--heads, --norm-first: for checkpoints" in result.stderr
+
+
+def test_a_model_of_ones_own_is_shown_by_its_adapter(tmp_path: Path) -> None:
+    import torch
+
+    from tests.checkpoints.test_adapter import Alibi
+
+    path, adapter = tmp_path / "model.pt", ("--adapter", "tests.checkpoints.test_adapter:load")
+    torch.save({"model": Alibi().state_dict()}, path)
+    assert "write an adapter" in inspect(path).stderr
+    result = inspect(path, *adapter, "--pad", 0, "--bos", 1, "--eos", 2)
+    assert result.exit_code == 0, result.output
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert f"{path}: a model of your own, by tests.checkpoints.test_adapter:load" in lines
+    assert "head size 7 its configuration" in lines
+    assert lines[-1] == "nothing is missing: tfm-export onnx takes it as it is"
+    assert "heads has no effect on an adapter" in inspect(path, *adapter, "--heads", 3).stderr

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tfm_export.cli.checkpoint_adapter import load_factory
 from tfm_export.cli.reports import table
 from tfm_export.errors import CheckpointError
 from tfm_export.extras import require
@@ -17,17 +18,20 @@ if TYPE_CHECKING:
     from tfm_export.checkpoints import Draft, SourceModel
 
 
-def inspect_checkpoint(path: Path, settings: dict[str, Any], *, as_json: bool) -> None:
+def inspect_checkpoint(path: Path, settings: dict[str, Any], *, adapter: str | None = None, as_json: bool) -> None:
     """Print what a checkpoint tells; one that cannot be exported as it is makes the command fail.
 
     Raises:
         CheckpointError: it is of no known format, or naming what does not fit; after all else was printed.
     """
     require("torch", extra="export")
-    from tfm_export.checkpoints import SourceModel, draft_checkpoint
+    from tfm_export.checkpoints import SourceModel, draft_checkpoint, read_adapter
 
-    found = draft_checkpoint(path, settings)
-    state = _model_state(found) if isinstance(found, SourceModel) else _draft_state(found)
+    if adapter is not None:
+        state = _model_state(read_adapter(path, load_factory(adapter), settings), f"a model of your own, by {adapter}")
+    else:
+        found = draft_checkpoint(path, settings)
+        state = _model_state(found) if isinstance(found, SourceModel) else _draft_state(found)
     if as_json:
         click.echo(json.dumps({"path": str(path), **state}, indent=2, ensure_ascii=False))
     else:
@@ -36,10 +40,10 @@ def inspect_checkpoint(path: Path, settings: dict[str, Any], *, as_json: bool) -
         raise CheckpointError(state["problems"], "docs/checkpoints.md tells what is supported")
 
 
-def _model_state(source: SourceModel) -> dict[str, Any]:
+def _model_state(source: SourceModel, form: str = "a checkpoint of reference_model") -> dict[str, Any]:
     facts = {**asdict(source.model.config), **asdict(source.special_ids)}
     return {
-        "format": "a checkpoint of reference_model",
+        "format": form,
         "found": {name: {"value": value, "origin": "its configuration"} for name, value in facts.items()},
         "missing": {},
         "problems": [],

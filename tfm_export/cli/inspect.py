@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from tfm_export.bundle import DEFAULT_PATH, MANIFEST, Bundle, Manifest
+from tfm_export.cli.checkpoint_adapter import adapter_option
 from tfm_export.cli.checkpoint_options import checkpoint_options, given_settings
 from tfm_export.cli.checkpoint_report import inspect_checkpoint
 from tfm_export.cli.options import json_option
@@ -20,8 +21,9 @@ from tfm_export.errors import BundleError
 @click.command("inspect")
 @click.argument("path", metavar="[PATH]", type=click.Path(path_type=Path), default=DEFAULT_PATH, required=False)
 @checkpoint_options
+@adapter_option
 @json_option
-def command(path: Path, as_json: bool, config: Path | None, **options: Any) -> None:
+def command(path: Path, as_json: bool, config: Path | None, adapter: str | None, **options: Any) -> None:
     """Show what a bundle (./tfm_bundle) holds, or what a checkpoint tells and what it does not.
 
     Of a bundle: its model, limits, variants, files, golden inputs and tools; every file is compared with the hash in
@@ -31,9 +33,14 @@ def command(path: Path, as_json: bool, config: Path | None, **options: Any) -> N
     Example:
       tfm-export inspect my_bundle
       tfm-export inspect checkpoint.pt --heads 8
+      tfm-export inspect model.pt --adapter my_adapter.py:load
     """
-    if path.is_file() or (path.is_dir() and not (path / MANIFEST).exists() and (path / "config.json").exists()):
-        inspect_checkpoint(path, given_settings(config, options), as_json=as_json)
+    if (
+        adapter is not None
+        or path.is_file()
+        or (path.is_dir() and not (path / MANIFEST).exists() and (path / "config.json").exists())
+    ):
+        inspect_checkpoint(path, given_settings(config, options), adapter=adapter, as_json=as_json)
         return
     if given := [name for name, value in {"config": config, **options}.items() if value is not None]:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
