@@ -244,3 +244,9 @@ def test_other_folders_are_told_what_is_expected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"is a folder; expected one with config\.json and weights"):
         read_checkpoint(tmp_path)
+
+
+def test_a_least_length_beyond_the_longest_ends_there(saved: Callable[[str], tuple[Any, Path]], tmp_path: Path) -> None:
+    for number, given in enumerate(({"min_length": 9, "max_new_tokens": 3}, {"min_new_tokens": 9, "max_length": 4})):
+        source = read_checkpoint(changed(saved("t5")[1], tmp_path / str(number), **given))
+        assert (source.generation.options["min_decoding_length"], source.generation.max_length) == (3, 3)

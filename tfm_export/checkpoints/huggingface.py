@@ -138,3 +138,7 @@ def _lengths(found: Draft, contents: Contents) -> None:
     shortest, _ = _setting(contents, "min_length")
     if "min_decoding_length" not in found.options and isinstance(shortest, int) and shortest > 1:
         found.options["min_decoding_length"] = shortest - 1
+    # Theirs may ask for more than there may be: the end comes at the most then, and only there.
+    most = found.value("generation_length")
+    if most is not None and found.options.get("min_decoding_length", 0) > most:
+        found.options["min_decoding_length"] = most
