@@ -250,3 +250,8 @@ def test_a_least_length_beyond_the_longest_ends_there(saved: Callable[[str], tup
     for number, given in enumerate(({"min_length": 9, "max_new_tokens": 3}, {"min_new_tokens": 9, "max_length": 4})):
         source = read_checkpoint(changed(saved("t5")[1], tmp_path / str(number), **given))
         assert (source.generation.options["min_decoding_length"], source.generation.max_length) == (3, 3)
+
+
+def test_a_start_token_without_a_position_is_refused(saved: Callable[[str], tuple[Any, Path]], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"decoder_start_token_id is the padding id {PAD}"):
+        read_checkpoint(changed(saved("m2m_100")[1], tmp_path / "changed", decoder_start_token_id=PAD))

@@ -78,6 +78,11 @@ def _special_ids(found: Draft, contents: Contents) -> None:
             found.ask(name, f"{CONFIG} and {GENERATION} have no {theirs}")
         else:
             found.know(name, value, origin)
+    if contents.config["model_type"] == "m2m_100" and found.value("bos") == found.value("pad") is not None:
+        found.problems.append(
+            f"decoder_start_token_id is the padding id {found.value('pad')}: this family gives padding no position, "
+            "and all tokens after it another one; that is not supported"
+        )
     unknown = _unknown_id(contents)
     if unknown is not None:
         found.know("unk", unknown, "its tokenizer")
