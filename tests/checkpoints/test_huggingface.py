@@ -215,6 +215,12 @@ def changed(folder: Path, target: Path, **config: Any) -> Path:
         ({"encoder_attention_heads": 4}, "as many heads in both stacks, config.json says 3, 4|4, 3"),
         ({"activation_function": "quick_gelu"}, "activation 'quick_gelu' is not known"),
         ({"eos_token_id": 59}, "eos id 59 is outside the target vocabulary of 59"),
+        ({"eos_token_id": []}, r"config.json has eos_token_id \[\], expected a whole number, or a list of some"),
+        (
+            {"suppress_tokens": 5, "max_length": "9"},
+            r"(?s)suppress_tokens 5, expected a list.*max_length '9', expected",
+        ),
+        ({"encoder_attention_heads": [3]}, r"encoder_attention_heads \[3\], expected a whole number"),
         ({"num_beams": 0}, "beam_size must be at least 1"),
     ],
 )

@@ -45,6 +45,37 @@ WITHOUT_COUNTERPART = {
 }
 
 
+# What settings must be where they are not null; others are checked where they are used.
+WHOLE = (
+    "encoder_attention_heads", "decoder_attention_heads", "max_position_embeddings", "n_positions", "max_length",
+    "max_new_tokens", "min_length", "min_new_tokens", "pad_token_id", "decoder_start_token_id", "num_beams",
+    "forced_bos_token_id", "relative_attention_max_distance", "no_repeat_ngram_size",
+)  # fmt: skip
+ONE_OR_MORE = ("eos_token_id", "forced_eos_token_id")
+LISTS = ("suppress_tokens", "bad_words_ids")
+TEXTS = ("model_type", "activation_function", "feed_forward_proj")
+
+
+def _check_types(contents: Contents) -> None:
+    def whole(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    problems = []
+    for file, values in ((CONFIG, contents.config), (GENERATION, contents.generation)):
+        for name, value in values.items():
+            several = isinstance(value, list) and bool(value) and all(map(whole, value))
+            for names, fits, expected in (
+                (WHOLE, whole(value), "a whole number"),
+                (ONE_OR_MORE, whole(value) or several, "a whole number, or a list of some"),
+                (LISTS, isinstance(value, list), "a list"),
+                (TEXTS, isinstance(value, str), "a text"),
+            ):
+                if name in names and value is not None and not fits:
+                    problems.append(f"{contents.path}: {file} has {name} {value!r}, expected {expected}")
+    if problems:
+        raise CheckpointError(problems, "correct it")
+
+
 def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> Draft | None:
     """What such a folder tells; None if it is something else.
 
@@ -54,6 +85,7 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
     family = contents.config.get("model_type")
     if family is None:
         return None
+    _check_types(contents)
     if family not in FAMILIES:
         raise CheckpointError(
             f"{contents.path} has model_type {family!r}; known are {', '.join(FAMILIES)}",
