@@ -41,10 +41,11 @@ class Contender(Protocol):
 class TfmExport:
     """tfm_export on ONNX Runtime, in one of the bundle's precisions."""
 
-    def __init__(self, folder: Path, threads: int, variant: str = "fp32") -> None:
+    def __init__(self, folder: Path, threads: int, replicas: int = 1, variant: str = "fp32") -> None:
         import tfm_export
 
-        self.model = tfm_export.load(folder / BUNDLE, threads=threads, variant=variant)
+        self.workers = replicas
+        self.model = tfm_export.load(folder / BUNDLE, threads=max(1, threads // replicas), variant=variant)
 
     def generate(self, sources: Sources, beam: int, length: int = TARGET_LENGTH) -> list[list[int]]:
         results = self.model.generate_ids(
@@ -67,11 +68,11 @@ class TfmExport:
         from tfm_export.cli.run import BATCHES_AT_ONCE
         from tfm_export.decoding import Request
 
-        window = BATCHES_AT_ONCE * self.model.decode_options().max_batch_size
+        window = BATCHES_AT_ONCE * self.model.decode_options().max_batch_size * self.workers
         requests: list[Any] = sources
         if prefixes is not None:
             requests = [Request(source=s, target_prefix=p) for s, p in zip(sources, prefixes, strict=True)]
-        results = self.model.generate_ids_iterable(requests, window=window, **options)
+        results = self.model.generate_ids_iterable(requests, window=window, workers=self.workers, **options)
         return [result.hypotheses[0].tokens for result in results]
 
     def python_share(self, sources: Sources) -> dict[str, float]:

@@ -133,7 +133,9 @@ def measure(works: Sequence[Work], rounds: Sequence[int], threads: int, share: i
             last: dict[str, dict[str, Any]] = {}
             with ExitStack() as stack:
                 workers = [
-                    stack.enter_context(Worker(name, work.folder, threads, replicas=replicas if name == peer else 1))
+                    stack.enter_context(
+                        Worker(name, work.folder, threads, replicas=replicas if name == peer else threads)
+                    )
                     for name in options
                 ]
                 for _ in range(times):

@@ -294,7 +294,61 @@ def test_texts_without_end_are_decoded_a_window_at_a_time(model: Model) -> None:
     assert [r.hypotheses[0].tokens for r in model.generate_ids_iterable([[4, 2]])] == [model.generate("a").tokens]
 
 
-@pytest.mark.parametrize("settings", [{"on_error": "ignore"}, {"window": 0}, {"window": 1.5}])
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("window", [None, 1, 4])
+def test_several_workers_give_the_same_answers_in_the_same_order(
+    model: Model, workers: int, window: int | None
+) -> None:
+    words = [*WORDS, "", "a1", *reversed(WORDS)]
+    settings: dict[str, Any] = {"on_error": "yield", "window": window, "beam_size": 2, "max_batch_size": 2}
+    expected, found = (list(model.generate_iterable(words, workers=n, **settings)) for n in (1, workers))
+    assert [str(answer) if isinstance(answer, RequestError) else answer.text for answer in found] == [
+        str(answer) if isinstance(answer, RequestError) else answer.text for answer in expected
+    ]
+    ids = [[4, 5, 2], [6, 2], [7, 8, 9, 2], [5, 2], [4, 4, 2]]
+    alone, together = (
+        [result.hypotheses[0].tokens for result in model.generate_ids_iterable(ids, workers=n, window=window)]
+        for n in (1, workers)
+    )
+    assert together == alone
+    with pytest.raises(RequestError, match="the text is empty"):
+        list(model.generate_iterable(["hello", "", "a"], workers=workers, window=window))
+
+
+def test_workers_end_when_nobody_wants_their_answers(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[threading.Thread] = []
+    encode = model.step_model.encode
+
+    class Endless:
+        """Sentences of which a step takes a while."""
+
+        def __init__(self, sentences: Any) -> None:
+            self._sentences = sentences
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._sentences, name)
+
+        def step(self, *arguments: Any, **options: Any) -> Any:
+            time.sleep(0.05)
+            return self._sentences.step(*arguments, **options)
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        begun.append(threading.current_thread())
+        return Endless(encode(*arguments, **options))
+
+    monkeypatch.setattr(model.step_model, "encode", slow)
+    longest = {"min_decoding_length": 20, "max_decoding_length": 20, "max_batch_size": 1, "window": 2}
+    answers = model.generate_iterable(["a", "b"] * 100, workers=2, **longest)
+    next(answers)
+    answers.close()  # type: ignore[attr-defined]
+    assert len(begun) <= 6  # three windows at most; a hundred are left
+    assert not [thread for thread in begun if thread.is_alive()]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"on_error": "ignore"}, {"window": 0}, {"window": 1.5}, {"workers": 0}, {"workers": "2"}, {"workers": 2000}],
+)
 def test_a_stream_of_texts_refuses_settings_that_mean_nothing(model: Model, settings: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(settings))):
         list(model.generate_iterable(["hello"], **settings))
@@ -514,6 +568,18 @@ def test_damaged_bundles_are_refused(copied: Path) -> None:
         tfm_export.load(copied, check_hashes=False)
     assert len(error.value.problems) == 2
     assert "decoder_step.onnx is missing" in error.value.problems[0] + error.value.problems[1]
+
+
+def test_only_what_is_used_is_read_through(copied: Path) -> None:
+    with open(copied / "golden.jsonl", "r+b") as file:
+        file.write(b"#")
+    with tfm_export.load(copied) as model:
+        assert model.generate("hello").text
+    with pytest.raises(BundleError, match=r"golden\.jsonl was altered"):
+        Bundle.open(copied)
+    (copied / "golden.jsonl").unlink()  # but all is to be there
+    with pytest.raises(BundleError, match=r"golden\.jsonl is missing"):
+        tfm_export.load(copied)
 
 
 def test_newer_bundles_are_refused(copied: Path) -> None:

@@ -232,11 +232,23 @@ class Bundle:
             ) from problem
         bundle = cls(path, Manifest.from_json(text, manifest_path))
         names = [n for n in bundle.manifest.files if unchecked is None or not n.startswith(f"{unchecked}/")]
-        problems = {name: p for name in names if (p := bundle._problem_of(name, check_hashes))}
+        bundle.check(names, hashes=check_hashes)
+        return bundle
+
+    def check(self, names: Iterable[str], *, hashes: bool = True) -> None:
+        """Make sure that files are there and as the manifest says.
+
+        Args:
+            names: the manifest's for them.
+            hashes: read them and compare their hashes; otherwise only presence and size are checked.
+
+        Raises:
+            BundleError: naming every file that is missing or altered.
+        """
+        problems = {name: p for name in names if (p := self._problem_of(name, hashes))}
         if problems:
             again = "copy the bundle again with all its files"
-            raise BundleError([*problems.values()], f"{bundle._remedy(problems)}, or {again}")
-        return bundle
+            raise BundleError([*problems.values()], f"{self._remedy(problems)}, or {again}")
 
     def _remedy(self, files: Iterable[str]) -> str:
         """How to make files again: of engines alone, there is no need to export anything."""

@@ -54,10 +54,10 @@ class Job:
         self.done = self.failed = 0
         self.last: Decoded | None = None
 
-    def run(self, lines: Iterator[str], out: TextIO, progress: Progress, *, window: int) -> None:
-        """Decode lines, `window` at a time, and print them in order."""
-        read, shown = itertools.tee(lines)  # they are never further apart than a window
-        for line, answer in zip(shown, self._answers(read, window), strict=False):
+    def run(self, lines: Iterator[str], out: TextIO, progress: Progress, *, window: int, workers: int = 1) -> None:
+        """Decode lines, `window` at a time, by so many workers, and print them in order."""
+        read, shown = itertools.tee(lines)  # they are never further apart than two windows
+        for line, answer in zip(shown, self._answers(read, window, workers), strict=False):
             self.done += 1
             tokens, window_ends = 0, self.done % window == 0
             if isinstance(answer, TfmExportError):
@@ -94,12 +94,12 @@ class Job:
                 out.write("\n")
         out.flush()
 
-    def _answers(self, lines: Iterable[str], window: int) -> Iterator[Answer | TfmExportError]:
-        model = self._model
+    def _answers(self, lines: Iterable[str], window: int, workers: int) -> Iterator[Answer | TfmExportError]:
+        model, many = self._model, {"window": window, "workers": workers, **self._call}
         if self._ids:
             ids = map(parse_ids, lines)
-            return model.generate_ids_iterable(ids, on_error="yield", window=window, **self._call)
-        return model.generate_iterable(lines, on_error="yield", window=window, **self._call)
+            return model.generate_ids_iterable(ids, on_error="yield", **many)
+        return model.generate_iterable(lines, on_error="yield", **many)
 
     def _pieces(self, line: str) -> Iterator[str]:
         answer: Answer | None

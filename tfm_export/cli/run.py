@@ -28,9 +28,10 @@ from tfm_export.cli.options import (
 from tfm_export.cli.progress import Progress
 from tfm_export.errors import RequestError
 from tfm_export.extras import require
+from tfm_export.runtime.threads import MOST_THREADS, usable_cpus
 
 if TYPE_CHECKING:
-    from tfm_export.model import LongSource
+    from tfm_export.model import LongSource, Model
     from tfm_export.runtime.backends import Backend
 
 BATCHES_AT_ONCE = 4  # more sort better by length, fewer show results and progress earlier
@@ -70,6 +71,12 @@ JSON_ONLY = ("return_attention", "return_logits_vocab", "return_scores")  # ther
 @device_option
 @variant_option
 @threads_option
+@click.option(
+    "--workers",
+    type=click.IntRange(1, MOST_THREADS),
+    help="Batches decoded at once, each with --threads threads.  [default: for files on a CPU, one for each CPU, with "
+    "a thread each; otherwise 1]",
+)
 @json_option
 @click.pass_context
 def command(
@@ -89,6 +96,7 @@ def command(
     device: str | None,
     variant: str | None,
     threads: int | None,
+    workers: int | None,
     as_json: bool,
     **decoding: Any,
 ) -> None:
@@ -114,30 +122,42 @@ def command(
     if picture is not None:
         require("matplotlib", extra="plot")
         fields["return_attention"] = True
+    file = None if texts else input_file or sys.stdin.buffer
+    from_terminal = file is not None and file.isatty()
+    several = not (file is None or from_terminal or stream)
     with ExitStack() as stack:
-        loaded = tfm_export.load(path, backend=backend, device=device, variant=variant, threads=threads)
+        loaded = tfm_export.load(
+            path, backend=backend, device=device, variant=variant, threads=threads or (1 if several else None)
+        )
         model = stack.enter_context(loaded)
+        workers = (workers or _idle_cpus(model)) if several else 1
         if not ids and model.tokenizer is None:
             raise RequestError(f"{path} has no tokenizer: it takes ids, not text", "--ids")
         options = model.decode_options(**fields)
         call = {"options": options, "long_source": long_source, "deadline": deadline}
         job = Job(model=model, call=call, ids=ids, as_json=as_json, numbered=options.num_hypotheses > 1)
-        file = input_file or sys.stdin.buffer
-        lines = iter(texts) if texts else read_lines(file)
-        from_terminal, to_terminal = not texts and file.isatty(), output is None and sys.stdout.isatty()
-        total = None if texts else file_bytes(file)
-        progress = Progress(total, enabled=not (texts or stream or from_terminal or to_terminal))
+        lines = iter(texts) if file is None else read_lines(file)
+        to_terminal = output is None and sys.stdout.isatty()
+        total = None if file is None else file_bytes(file)
+        progress = Progress(total, enabled=not (file is None or stream or from_terminal or to_terminal))
         out = stack.enter_context(output_file(output))
         if stream:
             job.stream(lines, out)
         else:
             batch = options.max_batch_size if options.batch_type == "examples" else 32
-            job.run(lines, out, progress, window=1 if from_terminal else BATCHES_AT_ONCE * batch)
+            window = 1 if from_terminal else BATCHES_AT_ONCE * batch * workers
+            job.run(lines, out, progress, window=window, workers=workers)
         if picture is not None and job.last is not None:
             draw(picture, model, job.last, long_source, ids=ids)
     if job.failed:
         click.echo(f"{job.failed:,} of {job.done:,} lines could not be decoded", err=True)
         context.exit(1)
+
+
+def _idle_cpus(model: Model) -> int:
+    """How many workers keep the CPUs busy that a batch leaves idle; 1 on a GPU, which works for one at a time."""
+    threads = getattr(model.step_model, "threads", None)
+    return 1 if threads is None else max(1, usable_cpus() // threads)
 
 
 def split_arguments(arguments: Sequence[str], bundle: Path | None) -> tuple[Path, Sequence[str]]:

@@ -10,14 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
-from tfm_export.bundle import DEFAULT_PATH, Bundle
+from tfm_export.bundle import DEFAULT_PATH, TOKENIZER, Bundle
 from tfm_export.decoding import DecodeOptions, Request, SettledToken, score
 from tfm_export.decoding.result import Cancellation
 from tfm_export.errors import RequestError, TfmExportError
+from tfm_export.graph import GENERATE
 from tfm_export.model.answers import Generation, IdsResult, Pending, Piece, Stream
 from tfm_export.model.requests import Call, Either, LongSource, Source, SourceReader, TextRequest, collect
 from tfm_export.model.runner import OnError, Runner, ids_result
-from tfm_export.runtime.backends import Backend, Device, open_backend
+from tfm_export.runtime.backends import Backend, Candidate, Device, candidates, open_backend
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.runtime.threads import usable_cpus
 from tfm_export.tokenizer import Tokenizer, load_tokenizer
@@ -112,14 +113,24 @@ class Model:
     ) -> Iterator[Generation | TfmExportError]: ...
 
     def generate_iterable(
-        self, texts: Iterable[Text], *, on_error: OnError = "raise", window: int | None = None, **settings: Any
+        self,
+        texts: Iterable[Text],
+        *,
+        on_error: OnError = "raise",
+        window: int | None = None,
+        workers: int = 1,
+        **settings: Any,
     ) -> Iterator[Generation | TfmExportError]:
         """Decode a stream of texts of any length in constant memory.
+
+        On a CPU, one thread for each of several batches gets more done than several threads for one batch:
+        `load(path, threads=1)` and as many workers as CPUs is what `tfm-export run` takes for files.
 
         Args:
             texts: see `generate`; read a window at a time.
             on_error: "raise" the error of a text in its place, or "yield" it there and go on.
-            window: texts read and sorted by length at once; None for 16 batches.
+            window: texts read and sorted by length at once; None for 16 batches of each worker.
+            workers: how many threads decode, each batches of its own.
             **settings: see `call`.
 
         Returns:
@@ -130,7 +141,7 @@ class Model:
         """
         call = self.call(**settings)
         prepare, answer = self._reader.text_request, self._runner.generation
-        return self._runner.iterate(texts, prepare, answer, call, window=window, on_error=on_error)
+        return self._runner.iterate(texts, prepare, answer, call, window=window, workers=workers, on_error=on_error)
 
     def stream(self, text: Text, **settings: Any) -> Stream[Piece, Generation]:
         """Decode one text and give its tokens as soon as they can no longer change.
@@ -219,12 +230,20 @@ class Model:
     ) -> Iterator[IdsResult | TfmExportError]: ...
 
     def generate_ids_iterable(
-        self, sources: Iterable[Ids], *, on_error: OnError = "raise", window: int | None = None, **settings: Any
+        self,
+        sources: Iterable[Ids],
+        *,
+        on_error: OnError = "raise",
+        window: int | None = None,
+        workers: int = 1,
+        **settings: Any,
     ) -> Iterator[IdsResult | TfmExportError]:
         """Decode a stream of sources of ids; see `generate_iterable` and `generate_ids`."""
         call = self.call(**settings)
         prepare = self._reader.ids_request
-        return self._runner.iterate(sources, prepare, ids_result, call, window=window, on_error=on_error)
+        return self._runner.iterate(
+            sources, prepare, ids_result, call, window=window, workers=workers, on_error=on_error
+        )
 
     def stream_ids(self, source: Ids, **settings: Any) -> Stream[SettledToken, IdsResult]:
         """Decode one source of ids and give its tokens as soon as they can no longer change; see `stream`."""
@@ -379,6 +398,13 @@ class Model:
             raise RequestError("the model is closed", "load the bundle again")
 
 
+def _files_used(bundle: Bundle, ways: Iterable[Candidate]) -> list[str]:
+    """The files of a bundle that ways to run it read: a service waits until their hashes are known."""
+    folders = [f"onnx/{way.variant}/" if way.engine is None else f"engines/{way.engine}/" for way in ways]
+    used = (f"{TOKENIZER}/", *folders)
+    return [n for n in bundle.manifest.files if n.startswith(used) and not n.endswith(f"/{GENERATE}")]
+
+
 def load(
     path: str | Path = DEFAULT_PATH,
     *,
@@ -397,14 +423,18 @@ def load(
         variant: the precision. None is fp32 with ONNX Runtime, and an engine of any precision. "auto" is the fastest
             that was made for a CPU, by the speeds that the bundle records (`Bundle.fastest_variant`), or an engine.
         threads: threads to compute with on a CPU; None for the CPUs this process may use.
-        check_hashes: read every file and compare its hash with the manifest's; otherwise only sizes are compared.
+        check_hashes: read every file that may be used and compare its hash with the manifest's; of all others, and
+            otherwise, only sizes are compared.
 
     Raises:
         BackendUnavailable: a library, a driver or a GPU is missing; it says which, and what to do.
         BundleError: it is not a bundle, is damaged or of a newer format, or has no such variant.
         RequestError: an argument means nothing, or threads is less than 1.
     """
-    bundle = Bundle.open(path, check_hashes=check_hashes)
+    bundle = Bundle.open(path, check_hashes=False)
+    if check_hashes:
+        ways = candidates(bundle, backend=backend, device=device, variant=variant)
+        bundle.check(_files_used(bundle, ways))
     tokenizer = load_tokenizer(bundle)
     chosen, step_model = open_backend(bundle, backend=backend, device=device, variant=variant, threads=threads)
     return Model(bundle, step_model, tokenizer, backend=str(chosen))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
 from itertools import islice
-from typing import Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -14,8 +18,9 @@ from tfm_export.decoding import DecodeOptions, Hypothesis, Result, SettledToken,
 from tfm_export.decoding.result import are_ids
 from tfm_export.errors import NumericError, RequestError, TfmExportError
 from tfm_export.model.answers import Generation, IdsResult, Piece
-from tfm_export.model.requests import Call, Prepared
+from tfm_export.model.requests import Call, Either, Prepared
 from tfm_export.runtime.step_model import StepModel
+from tfm_export.runtime.threads import MOST_THREADS
 from tfm_export.tokenizer import Tokenizer
 
 OnError = Literal["raise", "yield"]
@@ -28,6 +33,9 @@ ItemT = TypeVar("ItemT")
 AnswerT = TypeVar("AnswerT")
 Prepare = Callable[[ItemT, Call], Prepared]
 Answer = Callable[[Prepared, Result, Call], AnswerT]
+Window = list[Prepared | TfmExportError]
+OfWindow = tuple[Window, list[AnswerT | TfmExportError]]
+Decoded = Generator[OfWindow[AnswerT], None, None]
 
 
 @runtime_checkable
@@ -67,6 +75,7 @@ class Runner:
         call: Call,
         *,
         window: int | None,
+        workers: int,
         on_error: OnError,
     ) -> Iterator[AnswerT | TfmExportError]:
         """Decode a window of items at a time; see `Model.generate_iterable`."""
@@ -74,16 +83,63 @@ class Runner:
             raise RequestError(f"on_error must be one of {', '.join(ON_ERROR)}, found {on_error!r}")
         if window is not None and not (are_ids([window]) and window >= 1):
             raise RequestError(f"window must be an integer of at least 1, found {window!r}")
+        if not (are_ids([workers]) and 1 <= workers <= MOST_THREADS):
+            raise RequestError(f"workers must be an integer from 1 to {MOST_THREADS:,}, found {workers!r}")
         batch = call.options.max_batch_size if call.options.batch_type == "examples" else 32
-        items = iter(items)
-        while some := list(islice(items, window or BATCHES_AHEAD * batch)):
-            prepared = [_prepared_or_error(prepare, item, call) for item in some]
-            answers = iter(self._each([p for p in prepared if isinstance(p, Prepared)], answer, call))
-            for one in prepared:
-                found = next(answers) if isinstance(one, Prepared) else one
-                if isinstance(found, TfmExportError) and on_error == "raise":
-                    raise found
-                yield found
+        size, given_up = window or BATCHES_AHEAD * batch * workers, threading.Event()
+        if workers == 1:
+            decoded = self._decoded(_windows(items, prepare, call, size), answer, call)
+        else:
+            call = replace(call, cancelled=Either(call.cancelled, given_up))
+            windows = _windows(items, prepare, call, size)
+            decoded = self._decoded_by(workers, windows, answer, call, given_up)
+        with closing(decoded):
+            for prepared, answers in decoded:
+                each = iter(answers)
+                for one in prepared:
+                    found = next(each) if isinstance(one, Prepared) else one
+                    if isinstance(found, TfmExportError) and on_error == "raise":
+                        raise found
+                    yield found
+
+    def _decoded(self, windows: Iterable[Window], answer: Answer[AnswerT], call: Call) -> Decoded[AnswerT]:
+        """Each window with the answers to what of it could be prepared."""
+        for window in windows:
+            yield window, self._each(_prepared(window), answer, call)
+
+    def _decoded_by(
+        self, workers: int, windows: Iterable[Window], answer: Answer[AnswerT], call: Call, given_up: threading.Event
+    ) -> Decoded[AnswerT]:
+        """The same by several threads, which all have their share of each window; the next one is begun meanwhile.
+
+        Args:
+            workers: how many threads.
+            windows: what to decode.
+            answer: makes the answers.
+            call: its cancellation is set by given_up.
+            given_up: is set when the caller wants no more.
+        """
+
+        def gathered(window: Window, shares: list[Future[list[AnswerT | TfmExportError]]]) -> OfWindow[AnswerT]:
+            answers: list[Any] = [None] * len(_prepared(window))
+            for number, share in enumerate(shares):
+                answers[number::workers] = share.result()
+            return window, answers
+
+        with ThreadPoolExecutor(workers, thread_name_prefix="tfm-export") as pool:
+            ahead: deque[tuple[Window, list[Future[list[AnswerT | TfmExportError]]]]] = deque()
+            try:
+                for window in windows:
+                    every = _prepared(window)
+                    shares = [pool.submit(self._each, every[n::workers], answer, call) for n in range(workers)]
+                    ahead.append((window, shares))
+                    if len(ahead) > 1:
+                        yield gathered(*ahead.popleft())
+                while ahead:
+                    yield gathered(*ahead.popleft())
+            finally:
+                given_up.set()
+                pool.shutdown(wait=False, cancel_futures=True)  # what runs ends at its next step
 
     def _each(
         self, prepared: Sequence[Prepared], answer: Answer[AnswerT], call: Call
@@ -165,6 +221,16 @@ class Runner:
 def ids_result(prepared: Prepared, result: Result, _: Call) -> IdsResult:
     """The answer to a source of ids."""
     return IdsResult(**vars(result), source_truncated=prepared.source.truncated)
+
+
+def _windows(items: Iterable[ItemT], prepare: Prepare[ItemT], call: Call, size: int) -> Iterator[Window]:
+    items = iter(items)
+    while some := list(islice(items, size)):
+        yield [_prepared_or_error(prepare, item, call) for item in some]
+
+
+def _prepared(window: Window) -> list[Prepared]:
+    return [one for one in window if isinstance(one, Prepared)]
 
 
 def _prepared_or_error(prepare: Prepare[ItemT], item: ItemT, call: Call) -> Prepared | TfmExportError:
