@@ -128,8 +128,11 @@ def beam(
         for b in range(batch):
             candidates = list(zip(best.values[b].tolist(), parents[b].tolist(), next_tokens[b].tolist(), strict=True))
             if len(finished[b]) < beam_size:
-                ended = [c for c in candidates[:beam_size] if c[2] == special.eos]
-                finished[b] += [(score / n, paths[b][parent]) for score, parent, _ in ended]
+                ended = [c for c in candidates[:beam_size] if c[2] == special.eos or n == max_length]
+                finished[b] += [
+                    (score / n, [*paths[b][parent], *([] if token == special.eos else [token])])
+                    for score, parent, token in ended
+                ]
             going_on = [c for c in candidates if c[2] != special.eos][:beam_size]
             paths[b] = [[*paths[b][parent], token] for _, parent, token in going_on]
             scores[b] = torch.tensor([score for score, _, _ in going_on])
@@ -138,9 +141,6 @@ def beam(
             break
         tokens = torch.tensor([path[-1] for sentence in paths for path in sentence])
         state.reorder(rows.flatten())
-    for b in range(batch):
-        if len(finished[b]) < beam_size:
-            finished[b] += [(score / n, path) for score, path in zip(scores[b].tolist(), paths[b], strict=True)]
     return [max(sentence, key=lambda hypothesis: hypothesis[0])[1] for sentence in finished]
 
 

@@ -82,7 +82,9 @@ class StaticGreedy:
     @torch.inference_mode()
     def _step(self) -> None:
         model, position = self._model, self._position
-        x = model.target_embedding(self._tokens) * model.config.d_model**0.5 + model.positional_encoding.table[position]
+        table = model.target_positions.table
+        assert table is not None, "the paper's model has sinusoids"
+        x = model.target_embedding(self._tokens) * model.embedding_scale + table[position]
         seen = (self._slots <= position)[None, None, None, :]
         for i, layer in enumerate(self._layers):
             y = layer.self_attention_residual.before(x)
