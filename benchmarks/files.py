@@ -9,9 +9,7 @@ See benchmarks/README.md.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import machine
+from benchmarks.command import new_parser, write_results
 from benchmarks.contenders import BUNDLE, CTRANSLATE2_BY_TYPE, SOURCES
 from benchmarks.generation import say
 from benchmarks.report import table
@@ -247,18 +246,14 @@ def tables(results: dict[str, Any]) -> str:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="print the tables of the results file and stop")
+    parser = new_parser(__doc__, RESULTS)
     parser.add_argument("--quick", action="store_true", help="a tenth of each file")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="the results file")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--reuse", action="store_true", help="use the models that are in build/ already")
     arguments = parser.parse_args()
     if not arguments.table:
         again = not arguments.reuse
         works = [prepare_words(WORDS_FOLDER, again=again), prepare_mixed(MIXED_FOLDER, again=again)]
         results = measure(works, (3, 1), arguments.threads, 10 if arguments.quick else 1)
-        arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_results(results, arguments.output)
     print(tables(json.loads(arguments.output.read_text(encoding="utf-8"))))
 
 

@@ -9,15 +9,15 @@ See benchmarks/README.md.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
+from benchmarks.command import new_parser, write_results
 from benchmarks.contenders import CONTENDERS, SOURCE_LENGTH, TARGET_LENGTH
 from benchmarks.report import tables
 from benchmarks.work import prepare, reuse
@@ -45,10 +45,10 @@ def measure(
         What goes into the results file.
     """
     before = _limits(threads)
-    workers = [Worker(name, folder, threads) for name in names]
     cells: list[dict[str, Any]] = []
     share: list[dict[str, float]] = []
-    try:
+    with ExitStack() as stack:
+        workers = [stack.enter_context(Worker(name, folder, threads)) for name in names]
         for beam in beams:
             for batch in sorted(batches):
                 say(f"batch {batch}, beam {beam}")
@@ -56,9 +56,6 @@ def measure(
         for worker in workers:
             if worker.name == "tfm-export":
                 share = [worker.ask(do="python_share", batch=1) for _ in range(SHARE_REPEATS)]
-    finally:
-        for worker in workers:
-            worker.close()
     after = _limits(threads)
     return {
         "machine": machine.describe(),
@@ -115,23 +112,18 @@ def say(text: str) -> None:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="print the tables of the results file and stop")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="the results file")
+    parser = new_parser(__doc__, RESULTS)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--beams", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    parser.add_argument("--reuse", action="store_true", help=f"use the models that are in {WORK} already")
     arguments = parser.parse_args()
     if not arguments.table:
         (reuse if arguments.reuse else prepare)(WORK, say)
         results = measure(
             WORK, arguments.contenders, arguments.batches, arguments.beams, arguments.rounds, arguments.threads
         )
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_results(results, arguments.output)
     print(tables(json.loads(arguments.output.read_text(encoding="utf-8"))))
 
 

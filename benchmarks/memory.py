@@ -9,7 +9,6 @@ See benchmarks/README.md.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import machine
+from benchmarks.command import new_parser, write_results
 from benchmarks.contenders import CONTENDERS, CTRANSLATE2_BY_TYPE
 from benchmarks.generation import WORK, say
 from benchmarks.report import table
@@ -123,17 +123,13 @@ def tables(results: dict[str, Any]) -> str:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="print the tables of the results file and stop")
+    parser = new_parser(__doc__, RESULTS)
     parser.add_argument("--quick", action="store_true", help="a tenth of the decodes, small batches")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="the results file")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--reuse", action="store_true", help=f"use the models that are in {WORK} already")
     arguments = parser.parse_args()
     if not arguments.table:
         (reuse if arguments.reuse else prepare)(WORK, say)
         results = measure(WORK, arguments.threads, *((10, KINDS[:2]) if arguments.quick else (1, KINDS)))
-        arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_results(results, arguments.output)
     print(tables(json.loads(arguments.output.read_text(encoding="utf-8"))))
 
 

@@ -9,9 +9,7 @@ See benchmarks/README.md.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import machine
+from benchmarks.command import new_parser, write_results
 from benchmarks.contenders import CTRANSLATE2_BY_TYPE
 from benchmarks.generation import WORK, say
 from benchmarks.pictures import draw_scaling
@@ -135,14 +134,10 @@ def tables(results: dict[str, Any]) -> str:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="tables and picture of the results file, and stop")
+    parser = new_parser(__doc__, RESULTS)
     parser.add_argument("--quick", action="store_true", help="one round of 64 tokens, small batches")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="the results file; the picture lies beside it")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--length", type=int, default=LENGTH)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--reuse", action="store_true", help=f"use the models that are in {WORK} already")
     arguments = parser.parse_args()
     if not arguments.table:
         (reuse if arguments.reuse else prepare)(WORK, say)
@@ -150,7 +145,7 @@ def main() -> None:
         quick = (1, 64, BATCHES[:4])
         settings = quick if arguments.quick else (arguments.rounds, arguments.length, BATCHES)
         results = measure(WORK, names, *settings, arguments.threads)
-        arguments.output.write_text(json.dumps(rounded(results)) + "\n", encoding="utf-8")
+        write_results(rounded(results), arguments.output, indent=None)
     results = json.loads(arguments.output.read_text(encoding="utf-8"))
     draw_scaling(arguments.output.with_suffix(".png"), results)
     print(tables(results))

@@ -15,6 +15,7 @@ from benchmarks.report import tables
 from benchmarks.work import decoder_step_work, prepare
 from reference_model.config import TransformerConfig
 from reference_model.model import Transformer
+from tfm_export.errors import BundleError
 
 LIMITS = {"read_bytes_per_second": 20e9, "flops": 200e9}
 
@@ -102,5 +103,5 @@ def test_all_contenders_generate_the_same_tokens(tmp_path: Path, monkeypatch: py
 
 
 def test_a_contender_that_dies_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="the process of torch eager ended with status 1"):
+    with pytest.raises(BundleError, match="the process that measures torch eager ended with status 1"):
         worker.Worker("torch eager", tmp_path, 1)

@@ -21,13 +21,21 @@ from torch import Tensor
 from reference_model import Transformer
 from tests.checkpoints.parity import assert_same_model
 from tests.checkpoints.test_huggingface import Theirs, build
-from tfm_export.checkpoints import read_checkpoint
+from tfm_export.checkpoints import SourceModel, read_checkpoint
 from tfm_export.checkpoints.pickles import load_pickle
 from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.errors import CheckpointError
 from tfm_export.runtime.torch_model import TorchModel
 
 FIXTURES = Path(__file__).parent / "fixtures"
+
+
+def check_usual_ids_and_tokens(source: SourceModel) -> None:
+    """Those of OpenNMT-py and Eole where nothing else is said."""
+    special = source.special_ids
+    assert (special.pad, special.bos, special.eos, special.unk) == (1, 2, 3, 0)
+    assert not special.source_ends_with_eos
+    assert [*source.tokenizer] == ["tokenizer.json"]
 
 
 @pytest.mark.parametrize("name", ["relu", "gated", "rms"])
@@ -41,10 +49,7 @@ def test_opennmt_checkpoints_give_what_opennmt_computed(name: str) -> None:
     logits = source.model(expected["source_ids"], mask, expected["target_ids"])
     # Measured on one machine: the same to the last bit. Theirs is a float32 run of another's.
     torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=1e-5)
-    special = source.special_ids
-    assert (special.pad, special.bos, special.eos, special.unk) == (1, 2, 3, 0)
-    assert not special.source_ends_with_eos
-    assert [*source.tokenizer] == ["tokenizer.json"]
+    check_usual_ids_and_tokens(source)
 
 
 @torch.inference_mode()
@@ -56,8 +61,7 @@ def test_checkpoints_of_opennmt_2_give_what_opennmt_computed() -> None:
     logits = source.model(expected["source_ids"], mask, expected["target_ids"])
     # Measured on one machine: the same to the last bit, as version 3's.
     torch.testing.assert_close(logits.log_softmax(-1), expected["log_probs"], rtol=0, atol=1e-5)
-    special = source.special_ids
-    assert (special.pad, special.bos, special.eos, special.unk) == (1, 2, 3, 0)
+    check_usual_ids_and_tokens(source)
     assert not [note for note in source.notes if note.startswith("'generator' has weights")]
     sides = json.loads(source.tokenizer["tokenizer.json"])
     assert sides["source"]["tokens"] == ["<unk>", "<blank>", *"abcdefg"]
@@ -95,10 +99,7 @@ def test_folders_of_eole_give_what_eole_computed(name: str) -> None:
     logits = source.model(expected["source_ids"], mask, expected["target_ids"])
     # Measured on one machine: the same to the last bit.
     torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=1e-5)
-    special = source.special_ids
-    assert (special.pad, special.bos, special.eos, special.unk) == (1, 2, 3, 0)
-    assert not special.source_ends_with_eos
-    assert [*source.tokenizer] == ["tokenizer.json"]
+    check_usual_ids_and_tokens(source)
     assert source.model.config.norm == ("rms" if name == "gated" else "layer")
     assert source.model.config.tie_projection == (name == "gated")
 

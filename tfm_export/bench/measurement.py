@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tfm_export.bench.machine import describe
+from tfm_export.bench.process import MeasuredProcess
 from tfm_export.bench.result import BenchResult, Cell, Loading
 from tfm_export.bundle import GOLDEN, Bundle
 from tfm_export.errors import BundleError, RequestError
@@ -62,7 +60,7 @@ class BenchOptions:
             raise RequestError(problems)
 
 
-class _Worker:
+class _Worker(MeasuredProcess):
     """A variant in a process of its own."""
 
     def __init__(self, path: str, variant: str, options: BenchOptions, sources: list[list[int]]) -> None:
@@ -73,43 +71,8 @@ class _Worker:
             "tokens": options.tokens,
             "sources": sources,
         }
-        self.variant = variant
-        self._process = subprocess.Popen(  # noqa: S603 (our own module, and the user's own path)
-            [sys.executable, "-m", "tfm_export.bench.worker", json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.loaded = self._answer()
-
-    def decode(self, batch: int, beam: int, tokens: int | None) -> dict[str, Any]:
-        """Ask for a generation, after a pause in which the other processes come to rest."""
-        assert self._process.stdin is not None
-        time.sleep(SECONDS_TO_CALM_DOWN)
-        print(json.dumps({"batch": batch, "beam": beam, "tokens": tokens}), file=self._process.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.wait()
-            raise BundleError(
-                f"the process that measures {self.variant} ended with status {self._process.returncode}",
-                "what it printed above says why; a smaller --batch takes less memory",
-            )
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._process.kill()
-        self._process.communicate()
+        command = [sys.executable, "-m", "tfm_export.bench.worker", json.dumps(settings)]
+        super().__init__(variant, command, pause=SECONDS_TO_CALM_DOWN)
 
 
 def bench_bundle(bundle: Bundle, options: BenchOptions, progress: Callable[[str], None]) -> BenchResult:
@@ -149,7 +112,7 @@ def bench_bundle(bundle: Bundle, options: BenchOptions, progress: Callable[[str]
             "warm_up_rounds": 1,
             "longest_source": max(map(len, sources)),
         },
-        loadings=[Loading(variant=worker.variant, **worker.loaded) for worker in workers],
+        loadings=[Loading(variant=worker.name, **worker.loaded) for worker in workers],
         cells=cells,
     )
 
@@ -165,12 +128,12 @@ def _variants(bundle: Bundle, options: BenchOptions) -> list[str]:
 
 
 def _cells(workers: Sequence[_Worker], batch: int, beam: int, options: BenchOptions) -> list[Cell]:
-    rounds: dict[str, list[dict[str, Any]]] = {worker.variant: [] for worker in workers}
+    rounds: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}
     for number in range(options.rounds + 1):
         for worker in workers:
-            answer = worker.decode(batch, beam, options.tokens)
+            answer = worker.ask(batch=batch, beam=beam, tokens=options.tokens)
             if number:
-                rounds[worker.variant].append(answer)
+                rounds[worker.name].append(answer)
     return [
         Cell(
             variant=variant,

@@ -14,7 +14,7 @@ from torch import Tensor
 from tfm_export.checkpoints.draft import Draft, same
 from tfm_export.checkpoints.files import Contents, read_json
 from tfm_export.checkpoints.key_map import KeyMap
-from tfm_export.checkpoints.opennmt import BLANK, END, START, UNKNOWN, tell_vocabularies
+from tfm_export.checkpoints.opennmt import BLANK, END, START, UNKNOWN, place_layer, tell_vocabularies
 from tfm_export.checkpoints.position_tables import DEFAULT_LENGTH, place_tables
 from tfm_export.checkpoints.wrapping import Weights
 
@@ -169,19 +169,20 @@ def _place(found: Draft, stack: str) -> None:
     attentions = {"self_attention": ("self_attn", "input_layernorm")}
     if stack == "decoder":
         attentions["cross_attention"] = ("context_attn", "precontext_layernorm")
-    inner = {"W_1": "gate_up_proj", "W_2": "down_proj"}
+    inner = {"W_1": "mlp.gate_up_proj", "W_2": "mlp.down_proj"}
     if found.value("gated_feed_forward"):
-        inner["W_gate"] = "up_proj"
-    parts = {"q": "linear_query", "k": "linear_keys", "v": "linear_values", "o": "final_linear"}
+        inner["W_gate"] = "mlp.up_proj"
     for i in range(found.value(f"{stack}_layers")):
-        ours, theirs = f"{stack}_layers.{i}", f"{stack}.transformer_layers.{i}"
-        for name, (attention, norm) in attentions.items():
-            for part, linear in parts.items():
-                keys.linear(f"{ours}.{name}.W_{part}", f"{theirs}.{attention}.{linear}")
-            keys.norm(f"{ours}.{name}_residual.norm", f"{theirs}.{norm}", bias=bias)
-        for part, linear in inner.items():
-            keys.linear(f"{ours}.feed_forward.{part}", f"{theirs}.mlp.{linear}")
-        keys.norm(f"{ours}.feed_forward_residual.norm", f"{theirs}.post_attention_layernorm", bias=bias)
+        theirs = f"{stack}.transformer_layers.{i}"
+        place_layer(
+            keys,
+            f"{stack}_layers.{i}",
+            theirs,
+            attentions=attentions,
+            inner=inner,
+            inner_norm="post_attention_layernorm",
+            bias=bias,
+        )
         _ignore_scalar(found, f"{theirs}.layer_scalar")
     keys.norm(f"{stack}_norm", f"{stack}.layer_norm", bias=bias)
 

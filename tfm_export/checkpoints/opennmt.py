@@ -161,16 +161,49 @@ def _place(found: Draft) -> None:
             {"self_attention": ("self_attn", "layer_norm_1"), "cross_attention": ("context_attn", "layer_norm_2")},
         ),
     }
-    inner = {"W_1": "w_1", "W_2": "w_2", **({"W_gate": "w_3"} if found.value("gated_feed_forward") else {})}
-    parts = {"q": "linear_query", "k": "linear_keys", "v": "linear_values", "o": "final_linear"}
+    inner = {"W_1": "feed_forward.w_1", "W_2": "feed_forward.w_2"}
+    if found.value("gated_feed_forward"):
+        inner["W_gate"] = "feed_forward.w_3"
     for stack, (layers, attentions) in stacks.items():
         for i in range(found.value(f"{stack}_layers")):
-            ours, theirs = f"{stack}_layers.{i}", f"{layers}.{i}"
-            for name, (attention, norm) in attentions.items():
-                for part, linear in parts.items():
-                    keys.linear(f"{ours}.{name}.W_{part}", f"{theirs}.{attention}.{linear}")
-                keys.norm(f"{ours}.{name}_residual.norm", f"{theirs}.{norm}", bias=bias)
-            for part, linear in inner.items():
-                keys.linear(f"{ours}.feed_forward.{part}", f"{theirs}.feed_forward.{linear}")
-            keys.norm(f"{ours}.feed_forward_residual.norm", f"{theirs}.feed_forward.layer_norm", bias=bias)
+            place_layer(
+                keys,
+                f"{stack}_layers.{i}",
+                f"{layers}.{i}",
+                attentions=attentions,
+                inner=inner,
+                inner_norm="feed_forward.layer_norm",
+                bias=bias,
+            )
         keys.norm(f"{stack}_norm", f"{stack}.layer_norm", bias=bias)
+
+
+def place_layer(
+    keys: KeyMap,
+    ours: str,
+    theirs: str,
+    *,
+    attentions: Mapping[str, tuple[str, str]],
+    inner: Mapping[str, str],
+    inner_norm: str,
+    bias: str | None,
+) -> None:
+    """Say where the weights of a layer are; the parts of Eole's have other names than OpenNMT-py's.
+
+    Args:
+        keys: the map.
+        ours: the layer in the reference model.
+        theirs: in the file.
+        attentions: by the name of ours, theirs and its norm.
+        inner: by the linear layers of our feed-forward, theirs.
+        inner_norm: the feed-forward's norm.
+        bias: see `KeyMap.norm`.
+    """
+    parts = {"q": "linear_query", "k": "linear_keys", "v": "linear_values", "o": "final_linear"}
+    for name, (attention, norm) in attentions.items():
+        for part, linear in parts.items():
+            keys.linear(f"{ours}.{name}.W_{part}", f"{theirs}.{attention}.{linear}")
+        keys.norm(f"{ours}.{name}_residual.norm", f"{theirs}.{norm}", bias=bias)
+    for part, linear in inner.items():
+        keys.linear(f"{ours}.feed_forward.{part}", f"{theirs}.{linear}")
+    keys.norm(f"{ours}.feed_forward_residual.norm", f"{theirs}.{inner_norm}", bias=bias)

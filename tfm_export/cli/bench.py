@@ -7,13 +7,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import IO, TYPE_CHECKING
 
 import click
 
 from tfm_export.bundle import Bundle, write_text
-from tfm_export.cli.bench_plot import FORMATS, draw_speed
+from tfm_export.cli.bench_plot import FORMATS, HEAD, cell_rows, draw_speed
 from tfm_export.cli.files import read_texts, refuse_to_replace
 from tfm_export.cli.options import bundle_argument, force_option, json_option, threads_option
 from tfm_export.cli.progress import Stopwatch
@@ -185,22 +184,7 @@ def print_result(result: BenchResult) -> None:
     ]
     click.echo(table([head, *rows], right=[2, 3, 4, 5]))
     click.echo()
-    head = ["beam", "batch", "variant", "first token ms", "ms a token p50", "p90", "p99", "tokens/s", "peak MB"]
-    rows = []
-    for cell in sorted(result.cells, key=lambda cell: (cell.beam, cell.batch)):
-        steps = [f"{seconds * 1e3:.2f}" for seconds in cell.step_percentiles().values()]
-        rows.append(
-            [
-                str(cell.beam),
-                str(cell.batch),
-                cell.variant,
-                f"{median(cell.first_seconds) * 1e3:.1f}",
-                *steps,
-                f"{cell.tokens_per_second:,.0f}",
-                f"{cell.peak_megabytes:,.0f}",
-            ]
-        )
-    click.echo(table([head, *rows], right=[0, 1, 3, 4, 5, 6, 7, 8]))
+    click.echo(table([HEAD, *cell_rows(result)], right=[0, 1, 3, 4, 5, 6, 7, 8]))
 
 
 def print_comparison(verdicts: Sequence[CellVerdict]) -> None:

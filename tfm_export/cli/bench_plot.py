@@ -24,6 +24,25 @@ th { border-bottom: 2px solid #d5dbe3 } tr:nth-child(even) { background: #f4f6f9
 """
 
 
+HEAD = ["beam", "batch", "variant", "first token ms", "ms a token p50", "p90", "p99", "tokens/s", "peak MB"]
+
+
+def cell_rows(result: BenchResult) -> list[list[str]]:
+    """The figures of every cell, for people, in the columns of `HEAD`."""
+    return [
+        [
+            str(cell.beam),
+            str(cell.batch),
+            cell.variant,
+            f"{median(cell.first_seconds) * 1e3:.1f}",
+            *(f"{seconds * 1e3:.2f}" for seconds in cell.step_percentiles().values()),
+            f"{cell.tokens_per_second:,.0f}",
+            f"{cell.peak_megabytes:,.0f}",
+        ]
+        for cell in sorted(result.cells, key=lambda cell: (cell.beam, cell.batch))
+    ]
+
+
 def draw_speed(path: Path, result: BenchResult) -> None:
     """Draw a result.
 
@@ -82,22 +101,9 @@ def _page(drawing: str, result: BenchResult) -> str:
     machine = result.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     title = f"{result.work.get('bundle', 'a bundle')} on {machine['cpu']}"
-    head = ["beam", "batch", "variant", "first token ms", "ms a token p50", "p90", "p99", "tokens/s", "peak MB"]
-    rows = [
-        [
-            str(cell.beam),
-            str(cell.batch),
-            cell.variant,
-            f"{median(cell.first_seconds) * 1e3:.1f}",
-            *(f"{seconds * 1e3:.2f}" for seconds in cell.step_percentiles().values()),
-            f"{cell.tokens_per_second:,.0f}",
-            f"{cell.peak_megabytes:,.0f}",
-        ]
-        for cell in sorted(result.cells, key=lambda cell: (cell.beam, cell.batch))
-    ]
     table = "".join(
         f"<tr>{''.join(f'<{tag}>{escape(value)}</{tag}>' for value in row)}</tr>\n"
-        for tag, row in [("th", head), *(("td", row) for row in rows)]
+        for tag, row in [("th", HEAD), *(("td", row) for row in cell_rows(result))]
     )
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
