@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # the contenders import this module too, and some must not lo
 VOCABULARY = 32_000
 SEED = 0
 LARGEST_BATCH = 32
-NO_END = -1e4
+NO_END = -1e3  # far below every other logit, and within what 16 bits hold with room to spare
 FIRST = 3  # the first id that is not special
 CHAIN = 64  # tokens
 QUIET, PULL = 0.3, 0.95  # base model: the likeliest token then has a probability of 0.7 (0.5 to 0.9, measured)
