@@ -316,10 +316,10 @@ def test_several_workers_give_the_same_answers_in_the_same_order(
 
 
 def test_workers_end_when_nobody_wants_their_answers(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[threading.Thread] = []
+    length, steps, threads = 20, [0], set[threading.Thread]()
     encode = model.step_model.encode
 
-    class Endless:
+    class Slow:
         """Sentences of which a step takes a while."""
 
         def __init__(self, sentences: Any) -> None:
@@ -329,20 +329,23 @@ def test_workers_end_when_nobody_wants_their_answers(model: Model, monkeypatch: 
             return getattr(self._sentences, name)
 
         def step(self, *arguments: Any, **options: Any) -> Any:
-            time.sleep(0.05)
+            time.sleep(0.02)
+            steps[0] += 1
             return self._sentences.step(*arguments, **options)
 
     def slow(*arguments: Any, **options: Any) -> Any:
-        begun.append(threading.current_thread())
-        return Endless(encode(*arguments, **options))
+        threads.add(threading.current_thread())
+        return Slow(encode(*arguments, **options))
 
     monkeypatch.setattr(model.step_model, "encode", slow)
-    longest = {"min_decoding_length": 20, "max_decoding_length": 20, "max_batch_size": 1, "window": 2}
-    answers = model.generate_iterable(["a", "b"] * 100, workers=2, **longest)
-    next(answers)
+    settings = {"min_decoding_length": length, "max_decoding_length": length, "max_batch_size": 1, "window": 2}
+    answers = model.generate_iterable(["a", "b"] * 100, workers=2, **settings)
+    next(answers)  # of the first window, when the second is begun
+    before = steps[0]
     answers.close()  # type: ignore[attr-defined]
-    assert len(begun) <= 6  # three windows at most; a hundred are left
-    assert not [thread for thread in begun if thread.is_alive()]
+    assert len(threads) == 2
+    assert not [thread for thread in threads if thread.is_alive()]
+    assert steps[0] - before < length  # to their end, the two of the second window would take twice as many
 
 
 @pytest.mark.parametrize(

@@ -52,11 +52,12 @@ def load_factory(name: str) -> Factory:
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist", "check the path of the adapter")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"adapter file {path.stem}"  # no module can be called so: a file may have the name of one that is in use
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # as Python does, so that its classes can be found by their module's name
+    sys.modules[name] = module  # as Python does, so that its classes can be found by their module's name
     spec.loader.exec_module(module)
     return module
 
