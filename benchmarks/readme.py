@@ -101,7 +101,7 @@ def _scaling(results: dict[str, Any]) -> str:
         for one in lines
     )
     text = (
-        "Cost grows with the target's length along a straight line, in stairs where the cache doubles. "
+        "Cost grows with the target's length along a straight line. "
         f"A step in w8 takes, {grows}."
     )
     picture = "![Step time against past length, and throughput against batch](benchmarks/results/scaling.png)"

@@ -49,6 +49,8 @@ class FakeModel:
         candidates: N.
         longest: limit of both sides.
         gives_attention: whether steps tell what `attended` says, with NaN at padding.
+        refill_at: see `StepModel.refill_at`.
+        packs: whether slots can be given up.
     """
 
     def __init__(
@@ -59,10 +61,12 @@ class FakeModel:
         longest: int = 12,
         *,
         gives_attention: bool = False,
+        refill_at: float = 0.25,
+        packs: bool = True,
     ) -> None:
-        self.gives_attention = gives_attention
+        self.gives_attention, self.refill_at, self.packs = gives_attention, refill_at, packs
         self.table, self.encodes, self.steps, self.full_steps = table, 0, 0, 0
-        self.moves, self.grows, self.rows_stepped = 0, 0, 0
+        self.moves, self.grows, self.packings, self.rows_stepped = 0, 0, 0, 0
         self.queries: list[int] = []
         self._dimensions = Dimensions(
             source_vocabulary_size=50,
@@ -156,6 +160,15 @@ class FakeSentences:
         self.model.grows += 1
         more = np.full((self.size, capacity - self.capacity, 2), np.nan)
         self.slots = np.concatenate([self.slots, more], axis=1)
+
+    def pack(self, slots: Ids, capacity: int) -> bool:
+        if not self.model.packs:
+            return False
+        self.model.packings += 1
+        kept = np.take_along_axis(self.slots, slots[:, :, None], axis=1)
+        assert kept.shape[0] == self.size
+        self.slots = np.pad(kept, ((0, 0), (0, capacity - kept.shape[1]), (0, 0)), constant_values=np.nan)
+        return True
 
     def move(self, source: int, target: int) -> None:
         self.model.moves += 1

@@ -58,8 +58,54 @@ def test_rows_are_reused() -> None:
     assert model.steps < 1.35 * needed / 8
 
 
+@pytest.mark.parametrize("beam_size", [1, 3])
+def test_where_rows_cost_batches_are_decoded_to_their_end(beam_size: int) -> None:
+    model = Sized(random_table(), refill_at=1.0)
+    options = DecodeOptions(max_batch_size=8, beam_size=beam_size)
+    results = generate(model, [(4 + i % 30, i) for i in range(43)], options, SPECIAL)
+    assert [rows for rows, _ in model.shapes] == [8, 8, 8, 8, 8, 3]
+    assert model.rows_stepped == sum(result.statistics.steps for result in results)
+    # A prompt of a token takes one query a sentence; beside sentences under way it would take one for each beam.
+    assert model.queries.count(1) == (model.encodes if beam_size > 1 else model.steps)
+
+
+def test_tokens_count_where_batches_are_decoded_to_their_end() -> None:
+    model = Sized(random_table(), refill_at=1.0)
+    generate(model, SOURCES, DecodeOptions(max_batch_size=20, batch_type="tokens"), SPECIAL)
+    assert max(rows * length for rows, length in model.shapes) <= 20
+    assert sum(rows for rows, _ in model.shapes) == len(SOURCES)
+    full = [rows for rows, length in model.shapes if rows == 20 // length]
+    assert len(full) > len(model.shapes) / 2
+
+
+@pytest.mark.parametrize("options", [{}, {"beam_size": 3}, {"beam_size": 4, "num_hypotheses": 4}])
+@pytest.mark.parametrize("prefix", [0, 3, 21])
+def test_slots_that_no_beam_sees_are_given_up(options: dict[str, int], prefix: int) -> None:
+    """The model's slots hold NaN where nothing was kept: a beam that saw one would fail."""
+    found, packings, capacities = [], [], []
+    for packs in (False, True):
+        model = FakeModel(random_table(7, sharpness=3), 7, longest=60, packs=packs)
+        requests = [Request(source=(5, i), target_prefix=(4,) * (prefix + i % 2)) for i in range(12)]
+        decoding = DecodeOptions(max_batch_size=5, min_decoding_length=50, **options)
+        results = generate(model, requests, decoding, SPECIAL)
+        found.append([result.hypotheses for result in results])
+        packings.append(model.packings)
+        capacities.append(sum(result.statistics.cache_bytes for result in results))
+    assert found[0] == found[1]
+    assert packings[0] == 0 < packings[1]
+    assert capacities[1] <= capacities[0] * (1 if "beam_size" not in options else 0.75)
+
+
+def test_slots_stay_where_attention_is_kept() -> None:
+    options = DecodeOptions(beam_size=3, min_decoding_length=30, return_attention=True)
+    model = FakeModel(random_table(7), 7, longest=40, gives_attention=True)
+    (result,) = generate(model, [(5, 6, 7)], options, SPECIAL)
+    assert model.packings == 0 < model.grows
+    assert result.hypotheses[0].attention is not None
+
+
 def test_statistics() -> None:
-    model = FakeModel(random_table(), longest=40)
+    model = FakeModel(random_table(), longest=40, packs=False)
     (result,) = generate(model, [(5,)], DecodeOptions(min_decoding_length=30), SPECIAL)
     hypothesis = result.hypotheses[0]
     assert result.statistics.steps == len(hypothesis.tokens) + hypothesis.finished

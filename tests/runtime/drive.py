@@ -41,11 +41,12 @@ def whole_target(model: StepModel, source: list[int], target: list[int]) -> NDAr
 
 @dataclass
 class Row:
-    """A sentence on its way: what it was fed, and the slots it wrote."""
+    """A sentence on its way: what it was fed, the slots where that is, and how many were written in all."""
 
     source: list[int]
     fed: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
+    written: int = 0
 
 
 class Batch:
@@ -64,7 +65,8 @@ class Batch:
         positions, write_index = np.zeros((size, queries), np.int64), np.zeros(size, np.int64)
         mask = np.zeros((size, 1, queries, capacity), np.bool_)
         for i, row in enumerate(self.rows):
-            write_index[i] = max(row.slots, default=-1) + 1
+            write_index[i] = row.written
+            row.written += queries
             for q in range(queries):
                 positions[i, q] = len(row.fed)
                 row.fed.append(int(ids[i, q]))
@@ -82,6 +84,22 @@ class Batch:
             worst = max(worst, float(np.abs(output.top_log_probs[i] - top).max()))
             assert (np.diff(output.top_log_probs[i], axis=-1) <= 0).all()
         return worst
+
+    def forget(self, row: int, tokens: int) -> None:
+        """Let the last tokens of a row be a path that is not followed."""
+        del self.rows[row].fed[-tokens:], self.rows[row].slots[-tokens:]
+
+    def pack(self, capacity: int) -> bool:
+        """Keep the slots that are on a path; False if the backend does not."""
+        slots = np.zeros((len(self.rows), max(len(row.slots) for row in self.rows)), np.int64)
+        for i, row in enumerate(self.rows):
+            slots[i, : len(row.slots)] = row.slots
+        if not self.sentences.pack(slots, capacity):
+            return False
+        for row in self.rows:
+            row.written = len(row.slots)
+            row.slots = [*range(row.written)]
+        return True
 
     def leave(self, row: int) -> None:
         """As decoding does it: the last row takes the place."""

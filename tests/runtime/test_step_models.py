@@ -51,6 +51,37 @@ def test_rows_that_leave_join_and_grow_are_as_if_alone(step_model: StepModel, ba
     assert batch.sentences.capacity == 16
 
 
+def test_rows_go_on_with_the_slots_that_they_keep(step_model: StepModel, backends: Backends) -> None:
+    batch = Batch(step_model, backends.exact, SOURCES[:3], capacity=16)
+    errors = [batch.step(queries=3)]
+    batch.forget(0, 2)
+    batch.forget(2, 1)
+    errors.append(batch.step(queries=2))
+    if batch.pack(7):  # fewer slots than there were, 4 of which hold a token of the row with the most
+        assert batch.sentences.capacity == 7
+        assert [row.written for row in batch.rows] == [3, 5, 4]
+    else:
+        assert batch.sentences.capacity == 16
+    errors.append(batch.step())
+    batch.leave(0)
+    batch.forget(1, 1)
+    packed = batch.pack(20)
+    errors.append(batch.step(queries=2))
+    batch.join([SOURCES[3]])
+    errors.append(batch.step())
+    assert max(errors) < FLOOR
+    assert packed == (batch.sentences.capacity == 20)
+
+
+def test_slots_that_do_not_fit_are_refused(backends: Backends) -> None:
+    batch = Batch(backends.onnx, backends.exact, SOURCES[:2], capacity=8)
+    assert batch.step(queries=3) < FLOOR
+    for slots, capacity in ((np.zeros((1, 2), np.int64), 4), (np.zeros((2, 3), np.int64), 2)):
+        with pytest.raises(RequestError, match="expected slots of 2 rows, at most"):
+            batch.sentences.pack(slots, capacity)
+    assert batch.step() < FLOOR
+
+
 def test_rows_may_join_with_a_written_prefix(step_model: StepModel, backends: Backends) -> None:
     batch = Batch(step_model, backends.exact, SOURCES[:2], capacity=12)
     batch.step(queries=3)

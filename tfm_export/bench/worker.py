@@ -30,6 +30,7 @@ class TimedModel:
     def __init__(self, model: StepModel) -> None:
         self._model = model
         self.dimensions, self.limits, self.gives_attention = model.dimensions, model.limits, model.gives_attention
+        self.refill_at = model.refill_at
         self.ends: list[float] = []
 
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> Sentences:

@@ -22,8 +22,6 @@ from tfm_export.errors import RequestError
 from tfm_export.graph import DECODER_STEP_ATTENTION, Dimensions
 from tfm_export.runtime.step_model import StepModel
 
-# New sentences join once this part of the batch is free: encoding a few at once is cheaper than one by one.
-JOIN_AT = 0.25
 FEW_TOKENS, SURELY_THERE = 4, 1e9  # a target that is begun at least; bytes that are not asked for
 NO_ATTENTION = f"a bundle that has {DECODER_STEP_ATTENTION}: tfm-export onnx CHECKPOINT --attention"
 
@@ -139,8 +137,8 @@ class _Batch:
 
     def admit(self, waiting: deque[tuple[int, Task]]) -> None:
         """Let waiting requests join, as many as there is room for, if they are worth the interruption."""
-        count, amount = self._room(waiting)
-        if not count or (self.live and count < len(waiting) and amount < JOIN_AT * self._options.max_batch_size):
+        count, free = self._room(waiting)
+        if not count or (self.live and free < self._rows.model.refill_at * self._options.max_batch_size):
             return
         joining = [waiting.popleft() for _ in range(count)]
         for number, task in joining:
@@ -150,7 +148,7 @@ class _Batch:
         self._rows.join([task.request.source for _, task in joining], prompts, self._pad)
 
     def _room(self, waiting: deque[tuple[int, Task]]) -> tuple[int, int]:
-        """How many may join, and how much that is in batch_type."""
+        """How many may join, and how much is free, in batch_type."""
         batch = self._rows.source_length if self.live else 0
         count, longest, tokens = 0, batch, self._options.batch_type == "tokens"
         for _, task in waiting:
@@ -162,7 +160,7 @@ class _Batch:
             if len(task.request.source) * 2 < batch:
                 break
             count, longest = count + 1, length
-        return count, count * longest if tokens else count
+        return count, self._options.max_batch_size - len(self.live) * (batch if tokens else 1)
 
     def step(self) -> list[tuple[int, Result]]:
         """Run a step, unless requests are given up first.

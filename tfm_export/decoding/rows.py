@@ -2,7 +2,8 @@
 
 Every row is a sentence with K queries a step (its beams; K is 1 for greedy search). The cache is append-only: query k
 of a step writes slot write_index + k of its row, and the row's mask says which slots are on query k's own path.
-Re-ranking beams permutes mask rows; no step moves or copies a cache. A row first takes in its prompt (the start token
+Re-ranking beams permutes mask rows; no step moves or copies a cache. When a row is full, the slots that are on no
+query's path any more are given up, and the others move together. A row first takes in its prompt (the start token
 and a forced prefix), several tokens a step. Rows that join while others decode take in theirs beside them, K a step.
 
 Letters: R rows allocated, B rows live (the first B), K queries of a decoding row, Q queries of this step, C slots.
@@ -20,6 +21,8 @@ from tfm_export.decoding.attention import AttentionHistory
 from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepModel, StepOutput
 
 FIRST_CAPACITY = 16
+STEPS_AHEAD = 4  # that a row which was packed has room for, at least
+MULTIPLE = 16  # of slots: as long as a vector of numbers
 # A prompt is taken in by pieces such that a step's log_probs [B, Q, V] stay below this many numbers.
 LARGEST_STEP = 1 << 24
 
@@ -37,7 +40,7 @@ class Rows:
     def __init__(self, model: StepModel, width: int, longest: int, history: AttentionHistory | None = None) -> None:
         self.size = 0
         self.width = width
-        self._model = model
+        self.model = model
         self._longest = longest
         self._history = history
         self._sentences: Sentences | None = None
@@ -63,7 +66,7 @@ class Rows:
     @property
     def cache_bytes(self) -> int:
         """A row's self-attention cache, in 32-bit floats."""
-        dimensions = self._model.dimensions
+        dimensions = self.model.dimensions
         return 2 * dimensions.decoder_layers * dimensions.heads * dimensions.head_size * 4 * self._capacity
 
     @property
@@ -116,7 +119,7 @@ class Rows:
         decoding = np.flatnonzero([not prompt for prompt in prompts])
         queries = self.width
         if not decoding.size:
-            most = LARGEST_STEP // (size * self._model.dimensions.target_vocabulary_size)
+            most = LARGEST_STEP // (size * self.model.dimensions.target_vocabulary_size)
             queries = max(min(max(map(len, prompts)), most), 1)
         self._make_room(queries)
         if queries == self.width:
@@ -175,7 +178,7 @@ class Rows:
             self._capacity = max(FIRST_CAPACITY, max(map(len, prompts)) + self.width)
         first = self.size
         ids, mask = padded(sources, pad)
-        fresh = self._model.encode(ids, mask, capacity=self._capacity)
+        fresh = self.model.encode(ids, mask, capacity=self._capacity)
         if self._sentences is None:
             self._sentences, self._source_length = fresh, ids.shape[1]
         else:
@@ -215,16 +218,36 @@ class Rows:
 
     def _make_room(self, queries: int) -> None:
         needed = int(self._write_index[: self.size].max()) + queries
-        if needed > self._capacity:
-            assert self._sentences is not None, "growing needs a row"
+        if needed <= self._capacity:
+            return
+        assert self._sentences is not None, "growing needs a row"
+        if self._history is not None or not self._pack(self._sentences, queries):
             self._capacity = max(needed, min(2 * self._capacity, self._longest))
             self._sentences.grow(self._capacity)
-            self._reserve(len(self._write_index))
+        self._reserve(len(self._write_index))
+
+    def _pack(self, sentences: Sentences, queries: int) -> bool:
+        """Give up the slots that no query sees, and have room for some steps; False if the backend does not."""
+        mask = self._mask[: self.size, 0]
+        seen = mask.any(axis=1)
+        kept = seen.sum(axis=1)
+        most = int(kept.max())
+        slots = np.argsort(~seen, axis=1, kind="stable")[:, :most]
+        ahead = max(STEPS_AHEAD * self.width, most // 4)
+        capacity = -(-(most + queries + ahead) // MULTIPLE) * MULTIPLE
+        capacity = max(most + queries, min(capacity, self._longest))
+        if not sentences.pack(slots, capacity):
+            return False
+        self._mask = np.zeros((len(self._mask), 1, self.width, capacity), np.bool_)
+        self._mask[: self.size, 0, :, :most] = np.take_along_axis(mask, slots[:, None], axis=2)
+        self._write_index[: self.size] = kept
+        self._capacity = capacity
+        return True
 
     def _reserve(self, rows: int) -> None:
         """Have arrays for so many rows of this capacity, keeping what the live ones hold."""
         rows, width, capacity = max(rows, len(self._write_index)), self.width, self._capacity
-        if rows == len(self._write_index) and capacity == self._mask.shape[3]:
+        if rows == len(self._write_index) and capacity == self._mask.shape[3] == self._spare.shape[2]:
             return
         self._ids = _enlarged(self._ids, (rows, width), self.size)
         self._positions = _enlarged(self._positions, (rows, width), self.size)

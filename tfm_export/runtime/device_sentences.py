@@ -17,6 +17,9 @@ from tfm_export.runtime.device_memory import bucket
 from tfm_export.runtime.device_worker import Worker
 from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepOutput
 
+# Rows of a step cost nothing while there are few, and encoding some sentences at once is cheaper than one by one.
+REFILL_AT = 0.25
+
 
 class DeviceSentences:
     """A batch of sentences whose caches lie on the device; see `Sentences`.
@@ -109,6 +112,10 @@ class DeviceSentences:
         with self.worker.working():
             self._change_memory(memory.rows, memory.source, capacity)
         self._capacity = capacity
+
+    def pack(self, slots: Ids, capacity: int) -> bool:  # noqa: ARG002 (the protocol's)
+        """Slots stay where they are: single ones are too small to copy on a device, and plans have a fixed number."""
+        return False
 
     def move(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`."""

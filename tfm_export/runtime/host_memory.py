@@ -6,6 +6,13 @@ array, so that the rows in use are one contiguous piece from the start of the sa
 
 from __future__ import annotations
 
+import math
+import mmap
+import sys
+import threading
+import weakref
+from bisect import bisect_left, insort
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -13,9 +20,47 @@ from numpy.typing import NDArray
 
 from tfm_export.errors import RequestError
 from tfm_export.graph import Dimensions, cross_names, self_cache_names
-from tfm_export.runtime.step_model import Floats, Mask
+from tfm_export.runtime.step_model import Floats, Ids, Mask
 
 Array = NDArray[Any]
+
+HUGE_PAGE = 2**21  # bytes, on most systems
+
+
+class Pool:
+    """Memory that batches have left, for those that come after them.
+
+    Memory that is new to a process costs a page fault every 4 kB, up to a tenth of the time that decoding takes. There
+    are as many pieces as were in use at once, the largest that were asked for. Safe to use from several threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[mmap.mmap] = []  # the smallest first
+        self._returned: deque[mmap.mmap] = deque()  # garbage collection adds to it, at any time
+
+    def array(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """An array with anything in it. Its memory comes back with the last array that shows it."""
+        count = math.prod(shape)
+        piece = self._take(count * np.dtype(dtype).itemsize)
+        lent: Array = np.frombuffer(piece, dtype, count)
+        weakref.finalize(lent, self._returned.append, piece).atexit = False
+        return lent.reshape(shape)
+
+    def _take(self, nbytes: int) -> mmap.mmap:
+        """The smallest piece that is large enough; or a new one, for which one that is too small is given up."""
+        with self._lock:
+            while self._returned:
+                insort(self._idle, self._returned.popleft(), key=len)
+            place = bisect_left(self._idle, nbytes, key=len)
+            if place < len(self._idle):
+                return self._idle.pop(place)
+            del self._idle[-1:]
+        # Not from the allocator, which keeps what is given up for small things.
+        piece = mmap.mmap(-1, nbytes)
+        if nbytes >= HUGE_PAGE and sys.platform == "linux":
+            piece.madvise(mmap.MADV_HUGEPAGE)
+        return piece
 
 
 class HostMemory:
@@ -30,16 +75,34 @@ class HostMemory:
         written: no slot from this one on has been written to; the runtime keeps it up to date.
     """
 
-    def __init__(self, source_mask: Mask, capacity: int, dimensions: Dimensions, float_type: str) -> None:
+    def __init__(
+        self,
+        source_mask: Mask,
+        capacity: int,
+        dimensions: Dimensions,
+        float_type: str,
+        pools: tuple[Pool, Pool] | None = None,
+    ) -> None:
+        """Make room for a batch.
+
+        Args:
+            source_mask: [B, S].
+            capacity: C.
+            dimensions: the model's.
+            float_type: of the caches.
+            pools: where the memory of caches comes from and goes back to, and that of the rest.
+        """
         rows, source = source_mask.shape
         heads, head_size = dimensions.heads, dimensions.head_size
+        self._cache_pool, self._cross_pool = pools or (Pool(), Pool())
+        self._float_type = float_type
         self.size: int = rows
         self.capacity, self.written = capacity, 0
         self.source_mask = np.array(source_mask, np.bool_)
-        self.caches = {
-            name: np.zeros((rows, heads, capacity, head_size), float_type) for name in self_cache_names(dimensions)
-        }
-        self.cross = {name: np.zeros((rows, heads, source, head_size), float_type) for name in cross_names(dimensions)}
+        shape = rows, heads, capacity, head_size
+        self.caches = {name: self._zeros(self._cache_pool, shape) for name in self_cache_names(dimensions)}
+        shape = rows, heads, source, head_size
+        self.cross = {name: self._zeros(self._cross_pool, shape) for name in cross_names(dimensions)}
 
     @property
     def rows(self) -> int:
@@ -77,9 +140,34 @@ class HostMemory:
             raise RequestError(f"a cache of {self.capacity} slots cannot grow to {capacity}")
         if capacity == self.capacity:
             return
-        for name, old in self.caches.items():
-            self.caches[name] = _resized(old, (*old.shape[:2], capacity, old.shape[3]), self.size, self.written)
+        self._resize(self.caches, self._cache_pool, self.rows, capacity, self.written)
         self.capacity = capacity
+
+    def pack(self, slots: Ids, capacity: int) -> None:
+        """Keep some slots of each row; see `Sentences.pack`."""
+        size, kept = slots.shape
+        if size != self.size or kept > capacity:
+            raise RequestError(
+                f"expected slots of {self.size} rows, at most {capacity} of each, found {kept} of {size} rows"
+            )
+        heads = next(iter(self.caches.values())).shape[1]
+        # Slots behind those get what is in slot 0: finite numbers, so that one call of numpy fills the whole array.
+        every = np.zeros((size, 1, capacity), np.int64)
+        every[:, 0, :kept] = slots
+        first = np.arange(size * heads).reshape(size, heads, 1) * self.capacity
+        places = first + every
+        for name in self.caches:  # one after another: each leaves its memory to the next
+            self.caches[name] = self._packed(self.caches[name], places)
+        self.capacity = self.written = capacity
+
+    def _packed(self, old: Array, places: Ids) -> Array:
+        """A cache of the slots at those places [B, H, C], counted over all rows and heads of `old`."""
+        size, heads, capacity = places.shape
+        new = self._cache_pool.array((self.rows, heads, capacity, old.shape[3]), self._float_type)
+        new[size:] = 0
+        # mode="clip" lets numpy write straight into `out`; no place is out of range.
+        np.take(old.reshape(-1, old.shape[3]), places, axis=0, out=new[:size], mode="clip")
+        return new
 
     def move(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`."""
@@ -120,27 +208,26 @@ class HostMemory:
 
     def _reserve(self, rows: int, source: int) -> None:
         """Make room for `rows` rows with sources of `source` tokens."""
-        if source > self.source_mask.shape[1]:
-            longest = self.source_mask.shape[1]
-            self.source_mask = np.pad(self.source_mask, ((0, 0), (0, source - longest)))
-            for name, old in self.cross.items():
-                self.cross[name] = _resized(old, (*old.shape[:2], source, old.shape[3]), self.size, longest)
-        if rows > self.rows:
-            self.source_mask = _with_rows(self.source_mask, rows, self.size)
-            for arrays in (self.caches, self.cross):
-                for name, old in arrays.items():
-                    arrays[name] = _with_rows(old, rows, self.size)
+        longest, more = self.source_mask.shape[1], rows > self.rows
+        rows = max(rows, self.rows)
+        if more:
+            self._resize(self.caches, self._cache_pool, rows, self.capacity, self.written)
+        if more or source > longest:
+            self._resize(self.cross, self._cross_pool, rows, source, longest)
+            mask = np.zeros((rows, source), np.bool_)
+            mask[: self.size, :longest] = self.source_mask[: self.size]
+            self.source_mask = mask
 
+    def _resize(self, arrays: dict[str, Array], pool: Pool, rows: int, length: int, keep: int) -> None:
+        """Give arrays that many rows and that length (axis 2): zeros but for the rows in use, of which `keep` stay."""
+        for name in arrays:
+            old = arrays[name][: self.size, :, :keep]
+            new = self._zeros(pool, (rows, old.shape[1], length, old.shape[3]))
+            new[: self.size, :, :keep] = old
+            arrays[name] = new
+            del old
 
-def _resized(old: Array, shape: tuple[int, ...], rows: int, slots: int) -> Array:
-    """Zeros of that shape with the first rows and slots (axis 2) of `old`."""
-    new = np.zeros(shape, old.dtype)
-    new[:rows, :, :slots] = old[:rows, :, :slots]
-    return new
-
-
-def _with_rows(old: Array, rows: int, keep: int) -> Array:
-    """Zeros with that many rows, the first `keep` of them those of `old`."""
-    new = np.zeros((rows, *old.shape[1:]), old.dtype)
-    new[:keep] = old[:keep]
-    return new
+    def _zeros(self, pool: Pool, shape: tuple[int, ...]) -> Array:
+        array = pool.array(shape, self._float_type)
+        array.fill(0)
+        return array

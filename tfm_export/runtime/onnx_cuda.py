@@ -36,7 +36,7 @@ from tfm_export.runtime.checks import check_encode
 from tfm_export.runtime.cuda import DeviceBuffer, Stream, when_not_capturing
 from tfm_export.runtime.cuda_provider import check_cuda_provider, load_cuda_session
 from tfm_export.runtime.device_memory import BatchMemory, Lease, RowShape, bucket
-from tfm_export.runtime.device_sentences import DeviceSentences
+from tfm_export.runtime.device_sentences import REFILL_AT, DeviceSentences
 from tfm_export.runtime.device_worker import CLOSED, Engine, Worker
 from tfm_export.runtime.onnx_runtime import OnnxModel
 from tfm_export.runtime.step_buffers import StepArrays
@@ -64,7 +64,10 @@ class OnnxCudaModel:
         limits: the longest sequences.
         float_type: the dtype of caches and cross-attention keys and values.
         gives_attention: steps give none.
+        refill_at: see `StepModel.refill_at`.
     """
+
+    refill_at = REFILL_AT
 
     def __init__(
         self,

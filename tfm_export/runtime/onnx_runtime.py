@@ -31,7 +31,7 @@ from tfm_export.graph import (
 )
 from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.checks import check_encode, check_finite, check_step_arrays, step_problems
-from tfm_export.runtime.host_memory import HostMemory
+from tfm_export.runtime.host_memory import HostMemory, Pool
 from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepOutput
 from tfm_export.runtime.threads import threads_to_use
 
@@ -52,7 +52,10 @@ class OnnxModel:
         float_type: the dtype of caches and cross-attention keys and values.
         threads: how many threads an operator may use.
         gives_attention: whether steps give attention.
+        refill_at: a step costs what its rows cost, so batches are not refilled.
     """
+
+    refill_at = 1.0
 
     def __init__(
         self,
@@ -82,6 +85,7 @@ class OnnxModel:
         folder = folder or bundle.variant_path(variant)
         _check_kernels(bundle, variant)
         self.dimensions, self.limits = bundle.manifest.dimensions, bundle.manifest.limits
+        self._pools = Pool(), Pool()
         self.float_type, self.threads = PRECISIONS[variant].float_type, threads
         self._folder, self.gives_attention, self._exact = folder, False, exact
         outputs = encoder_outputs(self.dimensions, self.float_type)
@@ -120,7 +124,7 @@ class OnnxModel:
         if encoder is None or decoder_step is None:
             raise RequestError("the model is closed", "load the bundle again")
         check_encode(source_ids, source_mask, capacity, dimensions=self.dimensions, limits=self.limits)
-        memory = HostMemory(source_mask, capacity, self.dimensions, self.float_type)
+        memory = HostMemory(source_mask, capacity, self.dimensions, self.float_type, self._pools)
         binding = encoder.io_binding()
         binding.bind_cpu_input("source_ids", np.ascontiguousarray(source_ids, np.int64))
         binding.bind_cpu_input("source_mask", memory.source_mask)
@@ -195,6 +199,12 @@ class OnnxSentences:
         """Give every row `capacity` slots, keeping what is written and zeroing the rest."""
         self.memory.grow(capacity)
         self._bound.clear()
+
+    def pack(self, slots: Ids, capacity: int) -> bool:
+        """Keep some slots of each row; see `Sentences.pack`."""
+        self.memory.pack(slots, capacity)
+        self._bound.clear()
+        return True
 
     def move(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`."""

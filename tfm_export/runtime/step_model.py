@@ -81,6 +81,18 @@ class Sentences(Protocol):
         """Give every row `capacity` slots, keeping what is written and zeroing the rest."""
         ...
 
+    def pack(self, slots: Ids, capacity: int) -> bool:
+        """Keep some slots of each row, and give every row `capacity` of them; those behind hold any finite numbers.
+
+        Args:
+            slots: [B, n], the slots of each row that become its first n, in their order.
+            capacity: n or more.
+
+        Returns:
+            Whether that was done. A backend may have reasons to leave its caches where they are.
+        """
+        ...
+
     def move(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`: its keys, values and source mask."""
         ...
@@ -121,6 +133,15 @@ class StepModel(Protocol):
     @property
     def gives_attention(self) -> bool:
         """Whether steps give attention."""
+        ...
+
+    @property
+    def refill_at(self) -> float:
+        """The part of a batch that must be free before sentences join those under way; 1: they join none.
+
+        Where a step costs what its rows cost, a batch that is decoded to its end is cheaper: its prompts are taken in
+        with one query each, and no sentence attends over as many slots as one that began earlier.
+        """
         ...
 
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> Sentences:

@@ -24,7 +24,7 @@ from tfm_export.runtime import cuda
 from tfm_export.runtime.checks import check_encode
 from tfm_export.runtime.cuda import Gpu, when_not_capturing
 from tfm_export.runtime.device_memory import RowShape
-from tfm_export.runtime.device_sentences import DeviceSentences
+from tfm_export.runtime.device_sentences import REFILL_AT, DeviceSentences
 from tfm_export.runtime.device_worker import CLOSED, Engine
 from tfm_export.runtime.step_model import Ids, Mask
 from tfm_export.runtime.tensorrt_plans import Library, Plan, RuntimeCacheFile
@@ -57,8 +57,11 @@ class TensorRTModel:
         dimensions: the sizes that the graphs show.
         limits: the longest sequences.
         gives_attention: steps give none.
+        refill_at: see `StepModel.refill_at`.
         max_batch_size: the most sentences at once.
     """
+
+    refill_at = REFILL_AT
 
     def __init__(self, bundle: Bundle, engine: str, device: int = 0, *, workers: int = MOST_WORKERS) -> None:
         """Load the plans, and make ready to run.

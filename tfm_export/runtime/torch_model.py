@@ -28,6 +28,8 @@ class TorchModel:
         limits: the longest sequences.
     """
 
+    refill_at = 1.0
+
     def __init__(
         self,
         model: Transformer,
@@ -171,6 +173,16 @@ class TorchSentences:
         if capacity < self.capacity:
             raise RequestError(f"a cache of {self.capacity} slots cannot grow to {capacity}")
         self.caches = [_padded(cache, capacity) for cache in self.caches]
+
+    @torch.inference_mode()
+    def pack(self, slots: Ids, capacity: int) -> bool:
+        """Keep some slots of each row; see `Sentences.pack`."""
+        places = torch.tensor(slots)[:, None, :, None]
+        self.caches = [
+            _padded(cache.gather(2, places.expand(-1, cache.size(1), -1, cache.size(3))), capacity)
+            for cache in self.caches
+        ]
+        return True
 
     @torch.inference_mode()
     def move(self, source: int, target: int) -> None:

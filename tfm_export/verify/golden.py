@@ -98,6 +98,7 @@ class PaddedModel:
     def __init__(self, model: StepModel, columns: int = PADDING) -> None:
         self._model, self._columns = model, columns
         self.dimensions, self.limits, self.gives_attention = model.dimensions, model.limits, model.gives_attention
+        self.refill_at = model.refill_at
 
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> Sentences:
         """Pad, then encode."""
