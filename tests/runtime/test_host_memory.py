@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import warnings
 
 import numpy as np
+import pytest
 
 from tfm_export.graph import Dimensions
 from tfm_export.runtime.host_memory import HostMemory, Pool
@@ -70,6 +73,20 @@ def test_threads_never_share_a_piece() -> None:
         thread.join()
     assert not wrong
     assert len(pool._idle) + len(pool._returned) <= 12  # a thread lets go of its last piece after it has the next
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_process_that_is_forked_off_has_memory_of_its_own() -> None:
+    array = Pool().array((1000,), "float32")
+    array[:] = 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn where there are other threads
+        child = os.fork()
+    if not child:
+        array[:] = 2
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (array == 1).all()
 
 
 def test_every_batch_begins_with_zeros() -> None:

@@ -24,7 +24,8 @@ from tfm_export.runtime.step_model import Floats, Ids, Mask
 
 Array = NDArray[Any]
 
-HUGE_PAGE = 2**21  # bytes, on most systems
+# A process that is forked off must not write into its parent's caches.
+_OF_THIS_PROCESS = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 
 
 class Pool:
@@ -56,11 +57,8 @@ class Pool:
             if place < len(self._idle):
                 return self._idle.pop(place)
             del self._idle[-1:]
-        # Not from the allocator, which keeps what is given up for small things.
-        piece = mmap.mmap(-1, nbytes)
-        if nbytes >= HUGE_PAGE and sys.platform == "linux":
-            piece.madvise(mmap.MADV_HUGEPAGE)
-        return piece
+        # Not from the allocator, which would keep much of what is given up.
+        return mmap.mmap(-1, nbytes, **_OF_THIS_PROCESS)
 
 
 class HostMemory:
