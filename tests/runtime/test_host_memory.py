@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import warnings
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from tfm_export.graph import Dimensions
-from tfm_export.runtime.host_memory import HostMemory, Pool
+from tfm_export.runtime.host_memory import LARGEST, HostMemory, Pool
 
 DIMENSIONS = Dimensions(
     source_vocabulary_size=9, target_vocabulary_size=9, decoder_layers=2, heads=3, head_size=5, candidates=4
@@ -53,6 +54,47 @@ def test_pieces_are_never_more_than_were_in_use_at_once() -> None:
         del one, two
     sizes = [len(piece) for piece in [*pool._idle, *pool._returned]]
     assert sorted(sizes) == [19_000, 19_010]
+
+
+def test_a_small_batch_does_not_take_what_a_large_one_left() -> None:
+    pool = Pool()
+    large = [taken(pool, 100_000), taken(pool, 200_000)]
+    places = {array.ctypes.data for array in large}
+    del large
+    small, medium = taken(pool, 5000), taken(pool, 100_000 // LARGEST + 1)
+    assert small.ctypes.data not in places  # and the largest piece was given up for it
+    assert medium.ctypes.data in places
+    assert not pool._idle
+
+
+def test_a_closed_pool_keeps_nothing() -> None:
+    pool = Pool()
+    first, second = taken(pool, 1000), taken(pool, 1000)
+    del first
+    pool.close()
+    assert not pool._idle
+    second[:] = 1  # what is in use stays until it is not
+    del second
+    assert not pool._returned
+    assert len(taken(pool, 1000)) == 1000
+
+
+def test_memory_that_is_not_there_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, asked = Pool(), []
+
+    def refuse(*_: object, **__: object) -> None:
+        asked.append(len(pool._idle))
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    kept = taken(pool, 1000), taken(pool, 1000), taken(pool, 1000)
+    del kept
+    taken(pool, 500)
+    monkeypatch.setattr("mmap.mmap", refuse)
+    with pytest.raises(MemoryError, match="no 20,000 bytes for a batch"):
+        taken(pool, 20_000)
+    assert asked == [2, 0]  # what is idle was freed before the second try
+    with pytest.raises(MemoryError):
+        Pool().array((2**62,), "float32")
 
 
 def test_threads_never_share_a_piece() -> None:

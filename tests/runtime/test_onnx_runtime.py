@@ -92,6 +92,15 @@ def test_a_closed_model_lets_batches_end_and_takes_no_new_ones(backends: Backend
         model.encode(*padded([[4, 5, 2]]), capacity=8)
 
 
+def test_a_closed_model_keeps_no_memory_of_batches(backends: Backends) -> None:
+    model = OnnxModel(backends.bundle, threads=1)
+    del model.encode(*padded([[4, 5, 2]]), capacity=8).memory
+    running = model.encode(*padded([[4, 5, 2]]), capacity=8)
+    model.close()
+    del running
+    assert [len(pool._idle) + len(pool._returned) for pool in model._pools] == [0, 0]
+
+
 @pytest.mark.parametrize("threads", [0, 1025, 10**20])
 def test_threads_are_few_enough_to_start(backends: Backends, threads: int) -> None:
     with pytest.raises(RequestError, match=f"threads must be from 1 to 1,024, found {threads:,}"):

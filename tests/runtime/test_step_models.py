@@ -76,8 +76,10 @@ def test_rows_go_on_with_the_slots_that_they_keep(step_model: StepModel, backend
 def test_slots_that_do_not_fit_are_refused(backends: Backends) -> None:
     batch = Batch(backends.onnx, backends.exact, SOURCES[:2], capacity=8)
     assert batch.step(queries=3) < FLOOR
-    for slots, capacity in ((np.zeros((1, 2), np.int64), 4), (np.zeros((2, 3), np.int64), 2)):
-        with pytest.raises(RequestError, match="expected slots of 2 rows, at most"):
+    wrong = [(np.zeros((1, 2), np.int64), 4), (np.zeros((2, 3), np.int64), 2)]
+    wrong += [(np.array([[0, slot], [1, 2]]), 8) for slot in (-1, 8)]
+    for slots, capacity in wrong:
+        with pytest.raises(RequestError, match="expected slots of 2 rows from 0 to 7, at most"):
             batch.sentences.pack(slots, capacity)
     assert batch.step() < FLOOR
 

@@ -24,6 +24,8 @@ from tfm_export.runtime.step_model import Floats, Ids, Mask
 
 Array = NDArray[Any]
 
+# A batch grows in pieces up to so many times larger than it needs at first; a larger one is not for small batches.
+LARGEST = 16
 # A process that is forked off must not write into its parent's caches.
 _OF_THIS_PROCESS = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 
@@ -32,33 +34,62 @@ class Pool:
     """Memory that batches have left, for those that come after them.
 
     Memory that is new to a process costs a page fault every 4 kB, up to a tenth of the time that decoding takes. There
-    are as many pieces as were in use at once, the largest that were asked for. Safe to use from several threads.
+    are never more pieces than were in use at once. Safe to use from several threads.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), False
         self._idle: list[mmap.mmap] = []  # the smallest first
         self._returned: deque[mmap.mmap] = deque()  # garbage collection adds to it, at any time
 
     def array(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """An array with anything in it. Its memory comes back with the last array that shows it."""
+        """An array with anything in it. Its memory comes back with the last array that shows it.
+
+        Raises:
+            MemoryError: there is not so much.
+        """
         count = math.prod(shape)
         piece = self._take(count * np.dtype(dtype).itemsize)
         lent: Array = np.frombuffer(piece, dtype, count)
-        weakref.finalize(lent, self._returned.append, piece).atexit = False
+        weakref.finalize(lent, self._give_back, piece).atexit = False
         return lent.reshape(shape)
 
+    def close(self) -> None:
+        """Free what is not in use, and what is in use as soon as it comes back."""
+        self._closed = True
+        self._free()
+
+    def _give_back(self, piece: mmap.mmap) -> None:
+        if not self._closed:
+            self._returned.append(piece)
+
     def _take(self, nbytes: int) -> mmap.mmap:
-        """The smallest piece that is large enough; or a new one, for which one that is too small is given up."""
+        """The smallest piece that is large enough, and not much too large; or a new one, in another's place."""
         with self._lock:
             while self._returned:
                 insort(self._idle, self._returned.popleft(), key=len)
             place = bisect_left(self._idle, nbytes, key=len)
-            if place < len(self._idle):
+            if place < len(self._idle) and len(self._idle[place]) <= LARGEST * nbytes:
                 return self._idle.pop(place)
             del self._idle[-1:]
-        # Not from the allocator, which would keep much of what is given up.
+        try:
+            return _new(nbytes)
+        except MemoryError:
+            self._free()
+            return _new(nbytes)
+
+    def _free(self) -> None:
+        with self._lock:
+            self._idle.clear()
+            self._returned.clear()
+
+
+def _new(nbytes: int) -> mmap.mmap:
+    """Not from the allocator, which would keep much of what is given up."""
+    try:
         return mmap.mmap(-1, nbytes, **_OF_THIS_PROCESS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"there are no {nbytes:,} bytes for a batch: try smaller batches or fewer beams") from error
 
 
 class HostMemory:
@@ -144,9 +175,10 @@ class HostMemory:
     def pack(self, slots: Ids, capacity: int) -> None:
         """Keep some slots of each row; see `Sentences.pack`."""
         size, kept = slots.shape
-        if size != self.size or kept > capacity:
+        if size != self.size or kept > capacity or slots.min(initial=0) < 0 or slots.max(initial=0) >= self.capacity:
             raise RequestError(
-                f"expected slots of {self.size} rows, at most {capacity} of each, found {kept} of {size} rows"
+                f"expected slots of {self.size} rows from 0 to {self.capacity - 1}, at most {capacity} of each, "
+                f"found {kept} of {size} rows from {slots.min(initial=0)} to {slots.max(initial=0)}"
             )
         heads = next(iter(self.caches.values())).shape[1]
         # Slots behind those get what is in slot 0: finite numbers, so that one call of numpy fills the whole array.

@@ -135,8 +135,10 @@ class OnnxModel:
         return OnnxSentences(decoder_step, memory, self.dimensions, self.limits, self.gives_attention)
 
     def close(self) -> None:
-        """Let go of the sessions; what batches still need goes with the last of them."""
+        """Let go of the sessions and of memory; what batches still need goes with the last of them."""
         self._encoder = self._decoder_step = None
+        for pool in self._pools:
+            pool.close()
 
 
 class OnnxSentences:
