@@ -100,10 +100,7 @@ def _scaling(results: dict[str, Any]) -> str:
         f"{one['slope'] * 1e8:.0f} µs more for every 100 tokens before (R² {one['r2']:.2f})"
         for one in lines
     )
-    text = (
-        "Cost grows with the target's length along a straight line. "
-        f"A step in w8 takes, {grows}."
-    )
+    text = f"Cost grows with the target's length along a straight line. A step in w8 takes, {grows}."
     picture = "![Step time against past length, and throughput against batch](benchmarks/results/scaling.png)"
     return f"{picture}\n\n{fill(text)}"
 
