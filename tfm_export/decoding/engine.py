@@ -137,8 +137,10 @@ class _Batch:
 
     def admit(self, waiting: deque[tuple[int, Task]]) -> None:
         """Let waiting requests join, as many as there is room for, if they are worth the interruption."""
-        count, free = self._room(waiting)
-        if not count or (self.live and free < self._rows.model.refill_at * self._options.max_batch_size):
+        if self.live and self._free < self._rows.model.refill_at * self._options.max_batch_size:
+            return
+        count = self._room(waiting)
+        if not count:
             return
         joining = [waiting.popleft() for _ in range(count)]
         for number, task in joining:
@@ -147,8 +149,14 @@ class _Batch:
         prompts = [[*self._start, *task.forced] for _, task in joining]
         self._rows.join([task.request.source for _, task in joining], prompts, self._pad)
 
-    def _room(self, waiting: deque[tuple[int, Task]]) -> tuple[int, int]:
-        """How many may join, and how much is free, in batch_type."""
+    @property
+    def _free(self) -> int:
+        """How much of the batch is free, in batch_type."""
+        each = self._rows.source_length if self._options.batch_type == "tokens" else 1
+        return self._options.max_batch_size - len(self.live) * each
+
+    def _room(self, waiting: deque[tuple[int, Task]]) -> int:
+        """How many may join."""
         batch = self._rows.source_length if self.live else 0
         count, longest, tokens = 0, batch, self._options.batch_type == "tokens"
         for _, task in waiting:
@@ -160,7 +168,7 @@ class _Batch:
             if len(task.request.source) * 2 < batch:
                 break
             count, longest = count + 1, length
-        return count, self._options.max_batch_size - len(self.live) * (batch if tokens else 1)
+        return count
 
     def step(self) -> list[tuple[int, Result]]:
         """Run a step, unless requests are given up first.
