@@ -106,7 +106,7 @@ class Beam:
         self._setting, self._options = setting, setting.options
         self.width = setting.options.beam_size
         # So many that K of them have not ended, even if every hypothesis offers every end token.
-        self._count = (1 + setting.number_of_ends) * self.width
+        self._count = (1 + len(setting.end_ids)) * self.width
         self._candidates = Candidates(setting.editor, self._count, setting.offered, setting.vocabulary)
         self._stop = Stop(self._options, setting.longest)
         self._histories = Histories(self.width)
@@ -173,7 +173,7 @@ class Beam:
         return self._at_their_end(ready, full)
 
     def _refuse_dead_ends(self, sums: Doubles, ready: Ids) -> None:
-        lost = [row for row, best in zip(ready.tolist(), sums[:, 0], strict=True) if best == -np.inf]
+        lost = ready[sums[:, 0] == -np.inf].tolist()
         if lost and not all(self._rows[row].pool.best for row in lost):
             self._setting.check_possible(sums[:, 0], ready, self._histories)
 
@@ -198,11 +198,14 @@ class Beam:
         gained: Scores,
     ) -> None:
         """Put those of the first K extensions that have come to an end into their sentence's pool."""
-        for place, rank in np.argwhere(ended[:, : self.width] & (sums[:, : self.width] > -np.inf)).tolist():
-            row, parent = int(rows.ready[place]), int(parents[place, rank])
-            last = [int(tokens[place, rank])], [float(gained[place, rank])]
-            self._rows[row].pool.top_finished |= rank == 0
-            self._rows[row].pool.add(self._scored(rows, row, parent, last))
+        places, ranks = np.nonzero(ended[:, : self.width] & (sums[:, : self.width] > -np.inf))
+        if not places.size:
+            return
+        found = (rows.ready[places], ranks, *(array[places, ranks] for array in (parents, tokens, gained)))
+        for row, rank, parent, token, value in zip(*(array.tolist() for array in found), strict=True):
+            pool = self._rows[row].pool
+            pool.top_finished |= rank == 0
+            pool.add(self._scored(rows, row, parent, ([token], [value])))
 
     def _scored(self, rows: Rows, row: int, beam: int, extension: tuple[list[int], list[float]] = ([], [])) -> Scored:
         """One of a row's hypotheses, extended by tokens and their log-probabilities."""
@@ -213,15 +216,15 @@ class Beam:
         return self._setting.scored(tokens, log_probs, forced, entry.distributions[beam], attention)
 
     def _at_their_end(self, ready: Ids, full: NDArray[np.bool_]) -> list[tuple[int, Reason]]:
-        best = self._scores[ready].max(axis=1)
         done = []
-        for place, row in enumerate(ready.tolist()):
+        every = zip(ready.tolist(), full.tolist(), self._scores[ready].max(axis=1).tolist(), strict=True)
+        for row, is_full, best in every:
             pool = self._rows[row].pool
-            if not (pool.best or full[place] or best[place] == -np.inf):
+            if not (pool.best or is_full or best == -np.inf):
                 continue
             prefix = self._setting.counted_prefix(int(self._histories.prefix[row]))
-            if self._stop(pool, float(best[place]), int(self._histories.length[row]), prefix):
-                done.append((row, Reason.LENGTH if full[place] else Reason.END))
+            if self._stop(pool, best, int(self._histories.length[row]), prefix):
+                done.append((row, Reason.LENGTH if is_full else Reason.END))
         return done
 
     def _keep_distributions(self, output: StepOutput, ready: Ids) -> None:

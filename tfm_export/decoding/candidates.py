@@ -23,6 +23,9 @@ class Candidates:
         wanted: how many tokens after each query.
         offered: N, how many a step names by itself.
         vocabulary: V.
+
+    Attributes:
+        wanted: how many tokens after each query.
     """
 
     def __init__(self, editor: Editor, wanted: int, offered: int, vocabulary: int) -> None:
@@ -44,6 +47,11 @@ class Candidates:
         return any(
             self._editor.needs_log_probs(edit, self._offered, self.wanted) for row in self._edits or () for edit in row
         )
+
+    @property
+    def edited(self) -> bool:
+        """Whether the next step's scores are changed anywhere."""
+        return self._edits is not None
 
     def best(self, output: StepOutput, rows: Ids) -> tuple[Scores, Ids]:
         """Log-probabilities and ids, each [R, Q, wanted], of what may follow in the given rows, the best first.

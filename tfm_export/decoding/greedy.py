@@ -65,21 +65,19 @@ class Greedy:
         """
         ready = rows.ready
         values, ids = self._candidates.best(output, ready)
-        self._setting.check_possible(values[:, -1, 0], ready, self._histories)
+        if self._candidates.edited:
+            self._setting.check_possible(values[:, -1, 0], ready, self._histories)
         values, tokens = self._draw(values[:, -1], ids[:, -1], ready)
         if self._options.return_logits_vocab:
             for row in ready.tolist():
                 self._rows[row].distributions.append(self._candidates.whole(output, row, -1).astype(np.float32))
         self._histories.append(ready, tokens[:, None], values[:, None])
         rows.feed(ready, tokens[:, None])
-        ended = self._setting.is_end(tokens)
-        stopped = ended | (self._histories.length[ready] >= self._setting.longest)
-        if not stopped.any():
-            return []
+        ends, longest, lengths = self._setting.end_ids, self._setting.longest, self._histories.length[ready]
         return [
-            (row, Reason.END if end else Reason.LENGTH)
-            for row, end, stop in zip(ready.tolist(), ended.tolist(), stopped.tolist(), strict=True)
-            if stop
+            (row, Reason.END if token in ends else Reason.LENGTH)
+            for row, token, length in zip(ready.tolist(), tokens.tolist(), lengths.tolist(), strict=True)
+            if token in ends or length >= longest
         ]
 
     def _draw(self, values: Scores, ids: Ids, ready: Ids) -> tuple[Scores, Ids]:

@@ -43,7 +43,7 @@ class Histories:
     def append(self, rows: Ids, tokens: Ids, log_probs: NDArray[np.floating[Any]]) -> None:
         """Lengthen every hypothesis of the rows by one of tokens [len(rows), K]."""
         place = self.length[rows]
-        if place.max() >= self.tokens.shape[2]:
+        if max(place.tolist()) >= self.tokens.shape[2]:
             self._reserve(len(self.length), 2 * self.tokens.shape[2])
         self.tokens[rows, :, place] = tokens
         self.log_probs[rows, :, place] = log_probs

@@ -165,6 +165,8 @@ class Result:
 
 def merged(results: Sequence[Result], *, keep_order: bool = False) -> Result:
     """Several searches for one source as one result, the best hypothesis first unless the order is to be kept."""
+    if len(results) == 1 and len(results[0].hypotheses) == 1:
+        return results[0]
     best = [hypothesis for result in results for hypothesis in result.hypotheses]
     if not keep_order:
         best.sort(key=lambda hypothesis: -hypothesis.score)

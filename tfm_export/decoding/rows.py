@@ -217,7 +217,7 @@ class Rows:
     # Memory.
 
     def _make_room(self, queries: int) -> None:
-        needed = int(self._write_index[: self.size].max()) + queries
+        needed = max(self._write_index[: self.size].tolist()) + queries
         if needed <= self._capacity:
             return
         assert self._sentences is not None, "growing needs a row"

@@ -41,7 +41,7 @@ class Task:
     edits: bool
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Scored:
     """A hypothesis while it may still be compared with others.
 
@@ -79,7 +79,7 @@ class Scored:
 class Setting:
     """What holds for every request of an engine.
 
-    Args:
+    Attributes:
         options: how to decode.
         editor: makes the edits.
         end_ids: what ends a target.
@@ -98,14 +98,8 @@ class Setting:
         offered: int,
         vocabulary: int,
     ) -> None:
-        self.options, self.editor, self.longest = options, editor, longest
-        self.offered, self.vocabulary = offered, vocabulary
-        self._end_ids = np.asarray(end_ids)
-
-    @property
-    def number_of_ends(self) -> int:
-        """How many tokens end a target."""
-        return len(self._end_ids)
+        self.options, self.editor, self.end_ids = options, editor, end_ids
+        self.longest, self.offered, self.vocabulary = longest, offered, vocabulary
 
     def counted_prefix(self, forced: int) -> int:
         """How many of the forced tokens do not count as searched for; that of forced_bos does."""
@@ -113,7 +107,7 @@ class Setting:
 
     def is_end(self, tokens: Ids) -> NDArray[np.bool_]:
         """Which tokens end a target."""
-        return tokens == self._end_ids[0] if len(self._end_ids) == 1 else np.isin(tokens, self._end_ids)
+        return tokens == self.end_ids[0] if len(self.end_ids) == 1 else np.isin(tokens, self.end_ids)
 
     def edit(self, task: Task, tokens: list[int]) -> Edit:
         """How the scores after some tokens are changed."""
@@ -128,7 +122,7 @@ class Setting:
         attention: Floats | None,
     ) -> Scored:
         """A hypothesis of which the first `forced` tokens were not searched for."""
-        finished = len(tokens) > forced and bool(self.is_end(np.asarray(tokens[-1:]))[0])
+        finished = len(tokens) > forced and tokens[-1] in self.end_ids
         prefix = self.counted_prefix(forced)
         score = sum(log_probs) / self.options.divisor(len(tokens), prefix)
         if self.options.coverage_penalty and attention is not None:

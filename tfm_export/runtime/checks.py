@@ -104,7 +104,7 @@ def check_finite(best: Floats) -> None:
         NumericError: naming the rows.
     """
     finite = np.isfinite(best)
-    if not finite.all():
+    if np.count_nonzero(finite) < finite.size:
         raise NumericError(
             f"the log-probabilities after this step are not finite: rows {_rows(~finite)}",
             "tfm-export verify, which tells whether the bundle is sound; or a precision with a wider range",

@@ -186,7 +186,7 @@ class OnnxSentences:
                 )
             )
         self.session.run_with_iobinding(bound.binding)
-        memory.written = max(memory.written, int(write_index.max()) + query)
+        memory.written = max(memory.written, max(write_index.tolist()) + query)
         check_finite(bound.best)
         return bound.output
 
@@ -294,7 +294,8 @@ class _BoundStep:
         self._positions[:] = positions
         self._write_index[:] = write_index
         self._self_mask[:] = self_mask
-        return bool((self._unsigned < self._bounds).all() and self._self_mask.any(-1).all())
+        inside, sees = self._unsigned < self._bounds, np.logical_or.reduce(self._self_mask, axis=-1)
+        return bool(np.count_nonzero(inside) == inside.size and np.count_nonzero(sees) == sees.size)
 
 
 def _bind_output(binding: IOBinding, name: str, array: NDArray[Any]) -> None:
