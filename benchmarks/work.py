@@ -20,6 +20,7 @@ from benchmarks.contenders import (
     CHECKPOINT,
     CTRANSLATE2,
     CTRANSLATE2_INT8,
+    INT8_ENCODER,
     SOURCE_LENGTH,
     SOURCES,
     VARIANTS,
@@ -162,7 +163,8 @@ def add_variants(
             return replace(manifest, variants={**manifest.variants, name: {"weights": name, "compute": name}})
 
         with new_part(bundle, f"onnx/{name}", force=True, forget=lambda manifest: manifest) as part:
-            write_variant(fp32, part.path, Recipe(precision=name, ranges=ranges, thresholds=limits))
+            recipe = Recipe(precision=name, ranges=ranges, thresholds=limits, int8_encoder=name in INT8_ENCODER)
+            write_variant(fp32, part.path, recipe)
             part.purposes |= {file: PURPOSES[file] for file in PURPOSES if (part.path / file).is_file()}
             part.record = record
 

@@ -86,7 +86,7 @@ PRECISIONS = {
         ),
         Precision(
             name="w8",
-            weights="int8, blocks of 128",
+            weights="int8, blocks of 256",
             compute="float32",
             agreement=0.95,
             metric_loss=0.1,

@@ -54,7 +54,7 @@ def test_a_variant_is_told_and_then_runs_and_is_verified_and_inspected(invoke: I
     inspected = invoke("inspect").stdout
     assert "in these numbers" in inspected
     row = next(line for line in inspected.splitlines() if line.startswith("w8"))
-    assert "int8, blocks of 128" in row
+    assert "int8, blocks of 256" in row
     assert "per " in row
     with tfm_export.load("tfm_bundle", variant="w8") as model:
         assert model.generate("hello").texts

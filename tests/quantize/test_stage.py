@@ -157,6 +157,26 @@ def test_the_same_variant_comes_out_each_time(tiny_bundle: Path, tmp_path: Path,
     assert hashes[0] == hashes[1]
 
 
+@pytest.mark.parametrize("precision", ["w8", "w4"])
+def test_an_encoder_of_int8_is_calibrated_like_one_and_told(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    bundle = copied(tiny_bundle, tmp_path)
+    old = CpuFeatures(name="old", machine="x86_64", instruction_sets=("avx2",))
+    monkeypatch.setattr(stage, "cpu_features", lambda: old)
+    report = quantize_bundle(bundle, precision, replace(ANY, int8_encoder=True))
+    assert any("7 bits" in note for note in report.notes)
+    assert report.calibrated_on > 0
+    assert (report.fused["encoder"]["QGemm"], report.fused["encoder"].get("MatMulNBits")) == (16, None)
+    assert (report.fused["decoder_step"]["MatMulNBits"], report.fused["decoder_step"].get("QGemm")) == (17, None)
+    opened = Bundle.open(bundle.path)
+    facts = opened.manifest.variants[precision]
+    assert facts["compute"] == "float32, int8 in the encoder"
+    assert (facts["int8_encoder"], facts["calibration"]) == (True, "percentile")
+    generations = verify_variant(opened, precision, threads=1).generations
+    assert [c.agreement for c in generations] == [c.agreement for c in report.generations]
+
+
 def test_a_variant_that_is_there_is_replaced_under_force_alone(tiny_bundle: Path, tmp_path: Path) -> None:
     bundle = copied(tiny_bundle, tmp_path)
     quantize_bundle(bundle, "w8", ANY)
@@ -185,6 +205,7 @@ def test_layers_are_kept_by_name_and_by_pattern(tiny_bundle: Path, tmp_path: Pat
         ("w8", {"skip": ["nonsense"]}, "no layer is called 'nonsense'"),
         ("fp16", {"skip": ["*"], "embeddings": False}, r"--skip has no effect on fp16(.|\n)*--no-embeddings has no"),
         ("w4", {"method": "max", "reduced_range": True}, r"--method has no effect on w4(.|\n)*--reduced-range has no"),
+        ("int8", {"int8_encoder": True}, "--int8-encoder has no effect on int8: it is for w8, w4"),
         ("w8", {"development": Development(["a", "a" * 500], [["b"]] * 2)}, "development text 2 has 5"),
     ],
 )
@@ -316,14 +337,28 @@ def test_a_metric_that_falls_refuses_a_variant(
     assert [*Bundle.open(tmp_path / "bundle").manifest.variants] == ["fp32"]
 
 
-@pytest.mark.full
-def test_outliers_in_feed_forwards_are_found_and_those_layers_kept(g2p_export: Export, tmp_path: Path) -> None:
-    bundle = g2p_export("outliers in feed-forwards")
-    report = quantize(bundle, tmp_path, "int8", method="max")
+def test_a_trained_model_keeps_its_words_with_an_encoder_of_int8(g2p_export: Export, tmp_path: Path) -> None:
+    report = quantize(g2p_export("as trained"), tmp_path, "w8", int8_encoder=True)
     assert report.agreement is not None
-    assert report.agreement >= PRECISIONS["int8"].agreement
+    assert report.agreement >= 0.95
+    assert report.kept == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("precision", "options", "layers"),
+    [("int8", {}, ("encoder/", "decoder_step/")), ("w8", {"int8_encoder": True}, ("encoder/",))],
+)
+def test_outliers_in_feed_forwards_are_found_and_those_layers_kept(
+    g2p_export: Export, tmp_path: Path, precision: str, options: dict[str, bool], layers: tuple[str, ...]
+) -> None:
+    bundle = g2p_export("outliers in feed-forwards")
+    report = quantize(bundle, tmp_path, precision, method="max", **options)
+    assert report.agreement is not None
+    assert report.agreement >= PRECISIONS[precision].agreement
     assert report.kept, "int8 with one scale for 1e5 and 1 cannot be right"
     assert all(name.endswith("feed_forward.contract") for name in report.kept), report.kept
+    assert all(name.startswith(layers) for name in report.kept), report.kept
     worst = [name for name in report.costs if name.endswith("feed_forward.contract")]
     assert [*report.costs][: len(report.kept)] == worst[: len(report.kept)]
 

@@ -11,6 +11,7 @@ from tests.trt.conftest import build
 from tests.trt.variants import add_variant
 from tfm_export.bundle import Bundle
 from tfm_export.precision import PRECISIONS
+from tfm_export.quantize import QuantizeOptions, quantize_bundle
 
 G2P = Path(__file__).parents[2] / "examples" / "g2p"
 WORDS = 40
@@ -44,6 +45,15 @@ def test_every_precision_is_proven_to_the_byte(g2p: Path, tmp_path: Path, varian
         assert -5_000 < proof["stored_bytes"] - proof["weight_bytes"] < 200_000, plan
     if variant not in CLIPPED:
         assert min(record.agreement.values()) >= PRECISIONS[variant].agreement
+
+
+def test_an_encoder_of_int8_before_a_decoder_of_w4_decodes_like_the_variant(g2p: Path, tmp_path: Path) -> None:
+    bundle = Bundle.open(shutil.copytree(g2p, tmp_path / "b"))
+    quantize_bundle(bundle, "w4", QuantizeOptions(keep=True, int8_encoder=True), force=True)
+    record = build(bundle, variant="w4", verify=True, max_beam_size=4, max_target_length=64, capacities=(64,))
+    assert record.proofs["encoder"]["products"] == {"int8 x int8": 24}
+    assert record.proofs["decoder_step_64"]["products"] == {"float16 x int4": 19}
+    assert min(record.agreement.values()) >= PRECISIONS["w4"].agreement
 
 
 @pytest.mark.parametrize("target", ["7.5", "8.0", "8.6", "8.9", "12.0", "12.1"])

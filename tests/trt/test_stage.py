@@ -16,7 +16,7 @@ import pytest
 
 from tests.export.conftest import Exported
 from tests.trt.conftest import Told, build, unchanged
-from tests.trt.variants import bundle_of
+from tests.trt.variants import add_variant, bundle_of
 from tfm_export import graph
 from tfm_export.bundle import Bundle, file_hash
 from tfm_export.cli.trt import command as trt_command
@@ -85,6 +85,17 @@ def test_every_precision_is_built_and_proven(rtx: Flavor, bundle: Bundle, varian
     stored = sum(proof["weight_bytes"] for proof in record.proofs.values())
     share = {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5, "w8": 0.29, "w4": 0.18, "int8": 0.29, "fp8": 0.29}[variant]
     assert stored == pytest.approx(share * weights, rel=0.06)
+
+
+@pytest.mark.usefixtures("rtx")
+def test_an_encoder_of_int8_is_built_and_proven_as_one(bundle: Bundle) -> None:
+    shutil.rmtree(bundle.variant_path("w8"))
+    add_variant(bundle, "w8", int8_encoder=True)
+    record = build(bundle, variant="w8")
+    assert record.proofs["encoder"]["asked"] == "int8 x int8"
+    assert record.proofs["encoder"]["products"] == {"int8 x int8": products(bundle, "int8")["encoder"]}
+    (step,) = (proof for plan, proof in record.proofs.items() if plan != "encoder")
+    assert step["products"] == {ASKED["w8"]: products(bundle, "w8")["decoder_step"]}
 
 
 @pytest.mark.full

@@ -15,7 +15,7 @@ from tfm_export.quantize.variant import Recipe, write_variant
 THRESHOLD = 4.0
 
 
-def add_variant(bundle: Bundle, name: str) -> None:
+def add_variant(bundle: Bundle, name: str, *, int8_encoder: bool = False) -> None:
     """Make a variant with every activation clipped at the same number, and put it into the manifest."""
     folder = bundle.path / "onnx" / name
     folder.mkdir()
@@ -26,9 +26,10 @@ def add_variant(bundle: Bundle, name: str) -> None:
         for value in (*node.inputs, *node.outputs)
         if value is not None
     }
-    write_variant(bundle.variant_path("fp32"), folder, Recipe(precision=name, thresholds=values, ranges=values))
+    recipe = Recipe(precision=name, thresholds=values, ranges=values, int8_encoder=int8_encoder)
+    write_variant(bundle.variant_path("fp32"), folder, recipe)
     bundle.add_files({f"onnx/{name}/{file.name}": "for the test" for file in folder.iterdir()})
-    facts = {"weights": PRECISIONS[name].weights, "compute": PRECISIONS[name].compute}
+    facts = {"weights": PRECISIONS[name].weights, "compute": PRECISIONS[name].compute, "int8_encoder": int8_encoder}
     bundle.manifest = replace(bundle.manifest, variants={**bundle.manifest.variants, name: facts})
     bundle.save()
 

@@ -43,6 +43,7 @@ class QuantizeReport:
     Attributes:
         precision: its name.
         target: "cpu" or "tensorrt".
+        int8_encoder: the encoder is that of int8.
         method: how activations were calibrated; None where nothing is.
         calibrated_on: how many traces of real inputs were used.
         layers: how many there are.
@@ -61,6 +62,7 @@ class QuantizeReport:
 
     precision: str
     target: str
+    int8_encoder: bool
     method: str | None
     calibrated_on: int
     layers: int
@@ -120,6 +122,8 @@ class QuantizeReport:
             "bytes": self.bytes,
             "agreement": self.agreement,
         }
+        if self.int8_encoder:
+            facts["int8_encoder"] = True
         if self.method is not None:
             facts["calibration"] = self.method
         if self.metric is not None:

@@ -82,7 +82,8 @@ def quantize_bundle(
 
 
 def _with(manifest: Manifest, precision: str, report: QuantizeReport) -> Manifest:
-    facts = {"weights": PRECISIONS[precision].weights, "compute": PRECISIONS[precision].compute, **report.facts()}
+    compute = PRECISIONS[precision].compute + (", int8 in the encoder" if report.int8_encoder else "")
+    facts = {"weights": PRECISIONS[precision].weights, "compute": compute, **report.facts()}
     return replace(manifest, variants={**manifest.variants, precision: facts})
 
 
@@ -128,18 +129,26 @@ class _Work:
             skip=self.skip,
             ranges={name: max(o.largest, padded[name].largest) for name, o in observations.items()},
             reduced_range=self._reduced_range(),
+            int8_encoder=self.options.int8_encoder,
         )
-        if self.precision not in STATIC:
-            return recipe
-        method = self.options.method or DEFAULT_METHODS[self.precision]
-        return replace(recipe, thresholds=thresholds(observations, method))
+        return recipe if self.method is None else replace(recipe, thresholds=thresholds(observations, self.method))
+
+    @property
+    def static(self) -> str | None:
+        """The precision of what is computed in 8 bits with fixed scales, if anything is."""
+        return "int8" if self.options.int8_encoder else self.precision if self.precision in STATIC else None
+
+    @property
+    def method(self) -> str | None:
+        """How activations are calibrated; None where they are not."""
+        return None if self.static is None else self.options.method or DEFAULT_METHODS[self.static]
 
     def _observe(self, traces: Sequence[Trace]) -> dict[str, Observation]:
         return observe(self.bundle, traces, threads=self.options.threads, progress=self.progress)
 
     def _reduced_range(self) -> bool:
         wanted = self.options.reduced_range
-        if wanted is not None or self.precision != "int8":
+        if wanted is not None or self.static != "int8":
             return bool(wanted)
         return self.target == "cpu" and cpu_features().saturates
 
@@ -175,7 +184,7 @@ class _Work:
             costs = layer_costs(
                 self.bundle, first, evidence.traces, threads=self.options.threads, progress=self.progress
             )
-        fused = self._fused(folder, made)
+        fused = self._fused(folder, made, recipe)
         speeds = self._speeds(folder, evidence)
         return replace(report, costs=costs, speeds=speeds, fused=fused)
 
@@ -211,13 +220,17 @@ class _Work:
             limit = own if self.options.max_loss is None else self.options.max_loss
             return generations, evidence.metric.compare(model, limit)
 
-    def _fused(self, folder: Path, made: Made) -> dict[str, dict[str, int]]:
+    def _fused(self, folder: Path, made: Made, recipe: Recipe) -> dict[str, dict[str, int]]:
         """What ONNX Runtime made of the graphs; that it made what is fast, where that is the point of the variant."""
         if self.target != "cpu":
             return {}
         fused = fused_operators(folder)
         if self.precision in BITS:
-            check_fused(folder, self.precision, [name for name in made.quantized if not name.endswith("/embedding")])
+            layers = [name for name in made.quantized if not name.endswith("/embedding")]
+            for kind in dict.fromkeys(recipe.precision_of(layer.partition("/")[0]) for layer in layers):
+                check_fused(
+                    folder, kind, [name for name in layers if recipe.precision_of(name.partition("/")[0]) == kind]
+                )
         return {name: dict(counts) for name, counts in fused.items()}
 
     def _speeds(self, folder: Path, evidence: Evidence) -> list[Speed]:
@@ -262,8 +275,9 @@ class _Work:
         return QuantizeReport(
             precision=self.precision,
             target=self.target,
-            method=(self.options.method or DEFAULT_METHODS[self.precision]) if self.precision in STATIC else None,
-            calibrated_on=0 if self.precision in BITS else len(evidence.traces),
+            int8_encoder=recipe.int8_encoder,
+            method=self.method,
+            calibrated_on=len(evidence.traces) if self.method or self.precision in FLOAT_TYPES else 0,
             layers=len(self.layers),
             quantized=made.quantized,
             kept={**made.kept, **mended},

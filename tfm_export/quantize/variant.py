@@ -42,6 +42,8 @@ class Recipe:
         ranges: the largest absolute value of every tensor, by "graph/value". It decides what stays in fp32 in fp16 and
             bf16; with quantised variants it is written down for engines, whose other numbers have 16 bits.
         reduced_range: int8: weights of 7 bits, for CPUs without VNNI.
+        int8_encoder: w8, w4: the encoder is that of int8. It has many rows to multiply where the decoder has few, so
+            that arithmetic bounds it and not the reading of weights.
     """
 
     precision: str
@@ -49,6 +51,11 @@ class Recipe:
     thresholds: Mapping[str, float] = field(default_factory=dict)
     ranges: Mapping[str, float] = field(default_factory=dict)
     reduced_range: bool = False
+    int8_encoder: bool = False
+
+    def precision_of(self, name: str) -> str:
+        """The precision whose numbers a graph is made of."""
+        return "int8" if self.int8_encoder and name == Path(graph.ENCODER).stem else self.precision
 
     def skip_in(self, name: str) -> set[str]:
         """The layers of a graph that stay in fp32; decoder_step_attention has the layers of decoder_step."""
@@ -116,22 +123,22 @@ def convert(model: ir.Model, name: str, recipe: Recipe) -> tuple[list[str], dict
         The layers in new numbers, and what stays in fp32 with the reason.
     """
     layers, embedding = linears(model, name), f"{name}/embedding"
-    skip = recipe.skip_in(name)
-    if recipe.precision in FLOAT_TYPES:
+    skip, precision = recipe.skip_in(name), recipe.precision_of(name)
+    if precision in FLOAT_TYPES:
         ranges = {
             value.removeprefix(f"{name}/"): r for value, r in recipe.ranges.items() if value.startswith(f"{name}/")
         }
-        kept = retype(model, FLOAT_TYPES[recipe.precision], ranges=ranges).kept
+        kept = retype(model, FLOAT_TYPES[precision], ranges=ranges).kept
         done = [layer.name for layer in layers if layer.node.outputs[0].dtype != ir.DataType.FLOAT]
         return [embedding, *done], {f"{name}/{value}": reason for value, reason in kept.items()}
-    if recipe.precision in BITS:
-        done = quantize_weights(model, name, bits=BITS[recipe.precision], skip=skip)
+    if precision in BITS:
+        done = quantize_weights(model, name, bits=BITS[precision], skip=skip)
     else:
         done = quantize_static(
             model,
             name,
             recipe.thresholds,
-            numbers=STATIC[recipe.precision],
+            numbers=STATIC[precision],
             reduced_range=recipe.reduced_range,
             skip=skip,
         )

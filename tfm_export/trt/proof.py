@@ -96,21 +96,21 @@ class PlanProof:
         return asdict(self)
 
 
-def asked_product(variant: str, compute: str) -> str:
-    """How the products of a variant are computed, such as "float16 x int8"."""
+def asked_product(precision: str, compute: str) -> str:
+    """How the products of a precision are computed, such as "float16 x int8"."""
     float_type = FLOAT_TYPES[compute]
-    stored, both = QUANTIZED.get(variant, (float_type, False))
+    stored, both = QUANTIZED.get(precision, (float_type, False))
     return f"{stored if both else float_type} x {stored}"
 
 
 def prove(
-    source: Source, variant: str, compute: str, found: Network, plan: Path, *, fused: bool, readable: bool
+    source: Source, precision: str, compute: str, found: Network, plan: Path, *, fused: bool, readable: bool
 ) -> PlanProof:
     """Compare what was built with what was asked for.
 
     Args:
         source: the graph.
-        variant: the precision.
+        precision: whose numbers it was to have.
         compute: what is computed in where nothing is quantised.
         found: what TensorRT was given.
         plan: the file that came out.
@@ -120,7 +120,7 @@ def prove(
     Raises:
         BuildError: naming everything that is not as it should be.
     """
-    asked, size = asked_product(variant, compute), plan.stat().st_size
+    asked, size = asked_product(precision, compute), plan.stat().st_size
     stored = size - _text_bytes(plan) if readable else None
     expected = expected_network(source.model)
     problems = [

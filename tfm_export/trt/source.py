@@ -33,6 +33,7 @@ class Source:
 
     Attributes:
         plan: the name of the plan that it becomes.
+        precision: whose numbers it has: the variant's, or int8 for an encoder of w8 or w4 that was made so.
         model: the graph; the capacity is a number.
         profiles: of the plan.
         inputs: as the graph's table says, with the sizes of this engine.
@@ -41,6 +42,7 @@ class Source:
     """
 
     plan: str
+    precision: str
     model: ir.Model
     profiles: Sequence[Profile]
     inputs: Sequence[TensorSpec]
@@ -88,6 +90,7 @@ def derive_sources(
     model, kept = _derive(bundle, graph.ENCODER, variant, compute, ranges)
     encoder = Source(
         plan=ENCODER_PLAN,
+        precision="int8" if bundle.manifest.variants.get(variant, {}).get("int8_encoder") else variant,
         model=model,
         profiles=limits.encoder_profiles(),
         inputs=graph.encoder_inputs(),
@@ -98,6 +101,7 @@ def derive_sources(
     steps = (
         Source(
             plan=step_plan(capacity),
+            precision=variant,
             model=_with_capacity(step, capacity),
             profiles=limits.step_profiles(capacity),
             inputs=graph.decoder_step_inputs(wide, float_type),

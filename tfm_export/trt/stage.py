@@ -234,7 +234,7 @@ def _build_plan(builder: Builder, source: Source, blueprint: Blueprint, part: Pa
     progress.begin(f"proving {plan.name}")
     proof = prove(
         source,
-        blueprint.variant,
+        source.precision,
         blueprint.compute,
         built.network,
         plan,
