@@ -26,7 +26,8 @@ BUNDLE, CHECKPOINT, SOURCES = "tfm_bundle", "base.pt", "sources.json"
 CTRANSLATE2, CTRANSLATE2_INT8 = "ctranslate2_float32", "ctranslate2_int8"
 
 VARIANTS = ("w8", "w4", "int8")  # of the bundle, beside fp32
-INT8_ENCODER = ("w8", "w4")  # those of them that are made with --int8-encoder
+# Those of them that are made with --int8-encoder, and what the tables of quality call them then.
+INT8_ENCODER = {name: f"{name}, encoder in int8" for name in ("w8", "w4")}
 
 Sources = list[list[int]]
 

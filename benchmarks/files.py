@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks import machine
 from benchmarks.command import new_parser, write_results
-from benchmarks.contenders import BUNDLE, CTRANSLATE2_BY_TYPE, SOURCES
+from benchmarks.contenders import BUNDLE, CTRANSLATE2_BY_TYPE, INT8_ENCODER, SOURCES
 from benchmarks.generation import say
 from benchmarks.report import table
 from benchmarks.work import CHAIN, FIRST, SEED, VOCABULARY, build_peers, end_by_chains, prepare
@@ -99,7 +99,10 @@ def prepare_words(folder: Path, *, again: bool) -> Work:
         calibration = read_development(DATA / "train.tsv").sources[::200][:500]
         for name in ("w8", "int8"):
             say(f"making {name}")
-            quantize_bundle(bundle, name, QuantizeOptions(calibration=calibration, keep=True, min_agreement=0))
+            made = QuantizeOptions(
+                calibration=calibration, keep=True, min_agreement=0, int8_encoder=name in INT8_ENCODER
+            )
+            quantize_bundle(bundle, name, made)
         build_peers(load_checkpoint(EXAMPLE / "g2p.pt"), folder, say)
     bundle = Bundle.open(folder / BUNDLE)
     tokenizer = load_tokenizer(bundle)

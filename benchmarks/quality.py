@@ -15,11 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
+from benchmarks.contenders import INT8_ENCODER
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.export import export_bundle
@@ -59,14 +61,17 @@ def measure(precisions: list[str], limit: int | None) -> dict[str, Any]:
             beam_size=4, max_decoding_length=bundle.manifest.generation.max_length, max_batch_size=BATCH
         )
         truth: list[list[int]] = []
-        for name in ["fp32", *precisions]:
+        for name, int8_encoder in [("fp32", False), *_forms(precisions)]:
+            title = INT8_ENCODER[name] if int8_encoder else name
             if name != "fp32":
-                print(f"... making {name}", file=sys.stderr, flush=True)
+                print(f"... making {title}", file=sys.stderr, flush=True)
                 # No gates: what is measured here is what they would have to judge.
-                made = QuantizeOptions(calibration=calibration, keep=True, min_agreement=0, target="tensorrt")
-                quantize_bundle(bundle, name, made)
+                made = QuantizeOptions(
+                    calibration=calibration, keep=True, min_agreement=0, target="tensorrt", int8_encoder=int8_encoder
+                )
+                quantize_bundle(bundle, name, made, force=True)
             start = time.perf_counter()
-            print(f"... decoding {len(sources):,} words with {name}", file=sys.stderr, flush=True)
+            print(f"... decoding {len(sources):,} words with {title}", file=sys.stderr, flush=True)
             with cpu_model(bundle, name) as model:
                 found = [r.hypotheses[0].tokens for r in generate(model, sources, options, special)]
                 alone = generate(model, sources[:ALONE], replace(options, max_batch_size=1), special)
@@ -74,7 +79,7 @@ def measure(precisions: list[str], limit: int | None) -> dict[str, Any]:
             texts = [tokenizer.decode_target(tokens) for tokens in found]
             entries.append(
                 {
-                    "precision": name,
+                    "precision": title,
                     "word_error_rate": 100 - METRICS["exact"].score(texts, test.references),
                     "phone_error_rate": METRICS["per"].score(texts, test.references),
                     "as_fp32": 100 * sum(a == b for a, b in zip(found, truth, strict=True)) / len(truth),
@@ -90,6 +95,14 @@ def measure(precisions: list[str], limit: int | None) -> dict[str, Any]:
         "work": {"model": "examples/g2p", "words": len(sources), "beam": 4, "calibrated_on": len(calibration)},
         "precisions": entries,
     }
+
+
+def _forms(precisions: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Each precision, and whether the encoder is that of int8."""
+    for name in precisions:
+        yield name, False
+        if name in INT8_ENCODER:
+            yield name, True
 
 
 def _bytes(bundle: Bundle, name: str) -> int:

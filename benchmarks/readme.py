@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import files, memory
+from benchmarks.contenders import INT8_ENCODER
 from benchmarks.report import table
 
 ROOT = Path(__file__).parents[1]
@@ -62,7 +63,8 @@ def _generation(results: dict[str, Any]) -> str:
         f"encoder included. Milliseconds a step, medians of {count(results['rounds'], 'round')} of one run; "
         f"{machine['cpu']}, {results['threads']} threads, {', '.join(machine['flags'])}; all contenders on the same "
         "weights, CTranslate2 with the faster of its two matrix libraries. The last columns tell how many times "
-        "faster fp32 is than its float32, and the better of w8 and int8 than its int8."
+        "faster fp32 is than its float32, and the better of w8 and int8 than its int8. w8 and w4 have the encoder of "
+        "int8 (`--int8-encoder`)."
     )
     return f"{fill(about)}\n\n{table(names, rows)}"
 
@@ -75,13 +77,12 @@ def _ratios(ours: dict[str, float], peers: dict[str, float]) -> list[str]:
 
 
 def _quality(results: dict[str, Any]) -> str:
-    first, *others = [one for one in results["precisions"] if one["precision"] in COLUMNS]
-    changes = ", ".join(
-        f"{one['precision']} {one['word_error_rate'] - first['word_error_rate']:+.2f}" for one in others
-    )
+    rates = {one["precision"]: one["word_error_rate"] for one in results["precisions"]}
+    forms = {name: INT8_ENCODER.get(name, name) for name in COLUMNS if name != "fp32"}
+    changes = ", ".join(f"{name} {rates[form] - rates['fp32']:+.2f}" for name, form in forms.items() if form in rates)
     return fill(
         f"What that costs in quality, on the trained example's {results['work']['words']:,} test words: "
-        f"{first['word_error_rate']:.2f} % of words wrong in fp32; {changes}."
+        f"{rates['fp32']:.2f} % of words wrong in fp32; {changes}."
     )
 
 
