@@ -51,6 +51,7 @@ class FakeModel:
         gives_attention: whether steps tell what `attended` says, with NaN at padding.
         refill_at: see `StepModel.refill_at`.
         packs: whether slots can be given up.
+        runs_ahead: whether it takes several steps in one go; `runs` has how many each time.
     """
 
     def __init__(
@@ -63,8 +64,11 @@ class FakeModel:
         gives_attention: bool = False,
         refill_at: float = 0.25,
         packs: bool = True,
+        runs_ahead: bool = False,
     ) -> None:
         self.gives_attention, self.refill_at, self.packs = gives_attention, refill_at, packs
+        self.runs_ahead = runs_ahead
+        self.runs: list[int] = []
         self.table, self.encodes, self.steps, self.full_steps = table, 0, 0, 0
         self.moves, self.grows, self.packings, self.rows_stepped = 0, 0, 0, 0
         self.queries: list[int] = []
@@ -139,6 +143,30 @@ class FakeSentences:
         order = np.argsort(-log_probs, axis=-1, kind="stable")[..., : model.dimensions.candidates]
         top = np.take_along_axis(log_probs, order, -1)
         return StepOutput(top, order, log_probs if full else None, attention=attention)
+
+    def step_greedily(
+        self,
+        target_ids: Ids,
+        positions: Ids,
+        write_index: Ids,
+        self_mask: Mask,
+        *,
+        steps: int,
+        until: Callable[[list[int]], bool],
+    ) -> tuple[Ids, Floats] | None:
+        if not self.model.runs_ahead:
+            return None
+        ids, mask = target_ids, self_mask.copy()
+        found: list[StepOutput] = []
+        while True:
+            output = self.step(ids, positions + len(found), write_index + len(found), mask)
+            found.append(output)
+            ids = output.top_ids[:, :, 0]
+            if len(found) == steps or until(ids[:, 0].tolist()):
+                self.model.runs.append(len(found))
+                tokens = np.concatenate([o.top_ids[:, :, 0] for o in found], axis=1)
+                return tokens, np.concatenate([o.top_log_probs[:, :, 0] for o in found], axis=1)
+            mask[np.arange(self.size), 0, 0, write_index + len(found)] = True
 
     def _check(self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask) -> None:
         size, queries = target_ids.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -73,6 +74,28 @@ class Batch:
                 row.slots.append(int(write_index[i]) + q)
                 mask[i, 0, q, row.slots] = True
         return self._error(self.sentences.step(ids, positions, write_index, mask, full=True), queries)
+
+    def step_greedily(self, steps: int, until: Callable[[list[int]], bool]) -> float | None:
+        """Feed token 1 to every row and what is best from there on; the largest error. None if it is not done."""
+        size, capacity = len(self.rows), self.sentences.capacity
+        ids, positions = np.ones((size, 1), np.int64), np.array([[len(row.fed)] for row in self.rows])
+        write_index = np.array([row.written for row in self.rows])
+        mask = np.zeros((size, 1, 1, capacity), np.bool_)
+        for i, row in enumerate(self.rows):
+            mask[i, 0, 0, [*row.slots, row.written]] = True
+        found = self.sentences.step_greedily(ids, positions, write_index, mask, steps=steps, until=until)
+        if found is None:
+            return None
+        tokens, log_probs = found
+        worst, taken = 0.0, tokens.shape[1]
+        for i, row in enumerate(self.rows):
+            row.fed += [1, *tokens[i, :-1].tolist()]
+            row.slots += range(row.written, row.written + taken)
+            row.written += taken
+            expected = whole_target(self.exact, row.source, row.fed)[-taken:]
+            chosen = expected[np.arange(taken), tokens[i]]
+            worst = max(worst, float(np.abs(log_probs[i] - chosen).max()), float((expected.max(-1) - chosen).max()))
+        return worst
 
     def _error(self, output: StepOutput, queries: int) -> float:
         assert output.log_probs is not None

@@ -9,6 +9,7 @@ from tests.runtime.conftest import LIMITS, Backends
 from tests.runtime.drive import FLOOR, RNG, Batch, padded
 from tfm_export.errors import NumericError, RequestError
 from tfm_export.graph import cross_names, self_cache_names
+from tfm_export.runtime.onnx_runtime import OnnxSentences
 from tfm_export.runtime.step_model import Sentences, StepModel
 
 SOURCES = [[5, 7, 9, 11, 2], [4, 2], [8, 8, 10, 2], [30, 29, 28, 27, 26, 25, 24, 2]]
@@ -71,6 +72,51 @@ def test_rows_go_on_with_the_slots_that_they_keep(step_model: StepModel, backend
     errors.append(batch.step())
     assert max(errors) < FLOOR
     assert packed == (batch.sentences.capacity == 20)
+
+
+def test_several_greedy_steps_are_as_many_single_ones(step_model: StepModel, backends: Backends) -> None:
+    batch = Batch(step_model, backends.exact, SOURCES[:3], capacity=16)
+    assert batch.step(queries=2) < FLOOR
+    batch.leave(0)
+    batch.join([SOURCES[3]])  # which has written no slot
+    assert batch.step() < FLOOR
+    for steps, stop_after in ((5, 9), (4, 2), (1, 1)):
+        told: list[list[int]] = []
+        error = batch.step_greedily(
+            steps, lambda tokens, told=told, n=stop_after: bool(told.append(tokens)) or len(told) == n
+        )
+        if error is None:
+            assert not isinstance(batch.sentences, OnnxSentences)
+            return
+        assert error < FLOOR
+        assert len(told) == min(steps - 1, stop_after)
+    assert batch.step() < FLOOR
+    batch.sentences.grow(20)  # what the runs wrote is kept
+    assert batch.step(queries=2) < FLOOR
+
+
+def test_steps_that_run_out_of_slots_or_positions_are_refused(backends: Backends) -> None:
+    sentences = backends.onnx.encode(*padded(SOURCES[:2]), capacity=8)
+    mask = np.zeros((2, 1, 1, 8), np.bool_)
+    mask[..., 0] = True
+    ids, slots = np.array([[1], [1]]), np.array([0, 3])
+
+    def run(steps: int, first: int = 0, ids: np.ndarray = ids, mask: np.ndarray = mask) -> object:
+        positions = np.full(ids.shape, first)
+        return sentences.step_greedily(ids, positions, slots, mask, steps=steps, until=lambda _: False)
+
+    longest = LIMITS.max_target_length
+    for arguments, message in (
+        ((0,), "steps must be at least 1, found 0"),
+        ((6,), "6 steps need 9 slots, and there are 8"),
+        ((3, longest - 2), f"3 steps end at position {longest}, the last one is {longest - 1}"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            run(*arguments)
+    with pytest.raises(RequestError, match="take one token each, found 2"):
+        run(2, ids=np.ones((2, 2), np.int64), mask=np.repeat(mask, 2, axis=2))
+    found = run(5)
+    assert found is not None
 
 
 def test_slots_that_do_not_fit_are_refused(backends: Backends) -> None:

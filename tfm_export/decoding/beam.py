@@ -6,6 +6,7 @@ first K that have come to an end, and lets the first K that have not live on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -140,6 +141,9 @@ class Beam:
                 for i, row in enumerate(self._rows)
             ]
         return self._candidates.plan(edits) or self._options.return_logits_vocab
+
+    def run_ahead(self, rows: Rows, interrupted: Callable[[], bool]) -> None:
+        """Not possible: what lives on is chosen after every step."""
 
     def advance(self, rows: Rows, output: StepOutput) -> list[tuple[int, Reason]]:
         """Extend the hypotheses of every row that is ready.

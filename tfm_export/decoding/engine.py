@@ -171,18 +171,16 @@ class _Batch:
         return count
 
     def step(self) -> list[tuple[int, Result]]:
-        """Run a step, unless requests are given up first.
+        """Run a step, or several where nobody waits for single tokens, unless requests are given up first.
 
         Returns:
             The requests that came to their end, by number, and their results.
         """
         done = {row: reason for row, entry in enumerate(self.live) if (reason := entry.given_up())}
         if not done:
-            output = self._rows.step(full=self._search.plan())
-            if self._rows.ready.size:
-                done = dict(self._search.advance(self._rows, output))
+            taken, done = self._run_ahead() or (1, self._step())
             for entry in self.live:
-                entry.steps += 1
+                entry.steps += taken
         for row, entry in enumerate(self.live):
             if entry.task.request.on_tokens is not None and self._tell(row, entry, row in done):
                 done.setdefault(row, Reason.CALLBACK)
@@ -190,6 +188,16 @@ class _Batch:
         if done:
             self._rows.settle()
         return results
+
+    def _run_ahead(self) -> tuple[int, dict[int, Reason]] | None:
+        if any(entry.task.request.on_tokens is not None for entry in self.live):
+            return None
+        run = self._search.run_ahead(self._rows, lambda: any(entry.given_up() for entry in self.live))
+        return None if run is None else (run[0], dict(run[1]))
+
+    def _step(self) -> dict[int, Reason]:
+        output = self._rows.step(full=self._search.plan())
+        return dict(self._search.advance(self._rows, output)) if self._rows.ready.size else {}
 
     def _tell(self, row: int, entry: _Live, ended: bool) -> bool:
         """Pass on the tokens that were settled since the last time. Returns whether the request wants to end there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +58,24 @@ class Greedy:
             edits = [[self._setting.edit(row.task, self._histories.of(i, 0)[0])] for i, row in enumerate(self._rows)]
         return self._candidates.plan(edits) or self._options.return_logits_vocab
 
+    def run_ahead(self, rows: Rows, interrupted: Callable[[], bool]) -> tuple[int, list[tuple[int, Reason]]] | None:
+        """Take several steps at once, until a row comes to its end; see `Search.run_ahead`."""
+        o = self._options
+        if o.samples or o.return_logits_vocab or any(row.task.edits for row in self._rows):
+            return None
+        every, ends = rows.index[: rows.size], self._setting.end_ids
+        found = rows.step_greedily(
+            self._setting.longest - max(self._histories.length[every].tolist()),
+            lambda tokens: any(token in ends for token in tokens) or interrupted(),
+        )
+        if found is None:
+            return None
+        tokens, values = found
+        for place in range(tokens.shape[1]):
+            self._histories.append(every, tokens[:, place, None], values[:, place, None])
+        rows.feed(every, tokens[:, -1:])
+        return tokens.shape[1], self._at_their_end(every, tokens[:, -1])
+
     def advance(self, rows: Rows, output: StepOutput) -> list[tuple[int, Reason]]:
         """Append a token to every row that is ready.
 
@@ -73,6 +92,9 @@ class Greedy:
                 self._rows[row].distributions.append(self._candidates.whole(output, row, -1).astype(np.float32))
         self._histories.append(ready, tokens[:, None], values[:, None])
         rows.feed(ready, tokens[:, None])
+        return self._at_their_end(ready, tokens)
+
+    def _at_their_end(self, ready: Ids, tokens: Ids) -> list[tuple[int, Reason]]:
         ends, longest, lengths = self._setting.end_ids, self._setting.longest, self._histories.length[ready]
         return [
             (row, Reason.END if token in ends else Reason.LENGTH)

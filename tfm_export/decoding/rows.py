@@ -11,7 +11,7 @@ Letters: R rows allocated, B rows live (the first B), K queries of a decoding ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -113,6 +113,40 @@ class Rows:
         self._write_index[:size] += self.width
         self._positions[:size] += 1
         return output
+
+    def step_greedily(self, steps: int, until: Callable[[list[int]], bool]) -> tuple[Ids, Floats] | None:
+        """Run the decoder several times, each time over the best token of the time before.
+
+        Args:
+            steps: at most so many.
+            until: see `Sentences.step_greedily`.
+
+        Returns:
+            The best tokens [B, n] after the n steps that were taken, and their log-probabilities [B, n]; None, and no
+            step was taken, where that cannot be done.
+        """
+        if self._prompting or self._history is not None:
+            return None
+        self._make_room(1)
+        assert self._sentences is not None, "a step needs a row"
+        rows, begin = self.index[: self.size], self._write_index[: self.size]
+        self._mark_own_slots(rows)
+        steps = min(steps, self._capacity - max(begin.tolist()))
+        found = self._sentences.step_greedily(
+            self._ids[: self.size],
+            self._positions[: self.size],
+            begin,
+            self._mask[: self.size],
+            steps=steps,
+            until=until,
+        )
+        if found is None:
+            return None
+        taken = found[0].shape[1]
+        self._mask[rows[:, None], 0, 0, begin[:, None] + np.arange(taken)] = True
+        self._write_index[: self.size] += taken
+        self._positions[: self.size] += taken
+        return found
 
     def _step_with_prompts(self, full: bool) -> StepOutput:
         size, prompts = self.size, self._prompts[: self.size]

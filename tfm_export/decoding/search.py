@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -162,6 +162,19 @@ class Search(Protocol):
 
     def plan(self) -> bool:
         """Note what the next step's scores need; True if it must fetch log_probs."""
+        ...
+
+    def run_ahead(self, rows: Rows, interrupted: Callable[[], bool]) -> tuple[int, list[tuple[int, Reason]]] | None:
+        """Take several steps in one go, as long as no row comes to its end.
+
+        Args:
+            rows: the batch.
+            interrupted: is asked after each step; True ends them.
+
+        Returns:
+            How many steps were taken, and the rows that came to their end; None if only `advance` can tell what is fed
+            next, and no step was taken.
+        """
         ...
 
     def advance(self, rows: Rows, output: StepOutput) -> list[tuple[int, Reason]]:

@@ -94,6 +94,25 @@ def step_problems(
     return problems
 
 
+def check_steps(positions: Ids, write_index: Ids, steps: int, *, capacity: int, limits: Limits) -> None:
+    """Refuse several steps of one token that begin well and run out of slots or positions, or are none.
+
+    Raises:
+        RequestError: naming everything that is wrong.
+    """
+    problems = []
+    if positions.shape[1] != 1:
+        problems.append(f"several steps take one token each, found {positions.shape[1]}")
+    if steps < 1:
+        problems.append(f"steps must be at least 1, found {steps}")
+    if (last := max(write_index.tolist()) + steps) > capacity:
+        problems.append(f"{steps} steps need {last} slots, and there are {capacity}")
+    if (last := int(positions.max()) + steps) > limits.max_target_length:
+        problems.append(f"{steps} steps end at position {last - 1}, the last one is {limits.max_target_length - 1}")
+    if problems:
+        raise RequestError(problems)
+
+
 def check_finite(best: Floats) -> None:
     """Refuse the outcome of a step that is not a number.
 

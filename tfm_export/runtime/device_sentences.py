@@ -113,6 +113,9 @@ class DeviceSentences:
             self._change_memory(memory.rows, memory.source, capacity)
         self._capacity = capacity
 
+    def step_greedily(self, *_: object, **__: object) -> None:
+        """Not done here; see `Sentences.step_greedily`."""
+
     def pack(self, slots: Ids, capacity: int) -> bool:  # noqa: ARG002 (the protocol's)
         """Slots stay where they are: single ones are too small to copy on a device, and plans have a fixed number."""
         return False

@@ -8,6 +8,7 @@ buffers that stay bound until a shape changes.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from tfm_export.graph import (
     encoder_outputs,
 )
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime.checks import check_encode, check_finite, check_step_arrays, step_problems
+from tfm_export.runtime.checks import check_encode, check_finite, check_step_arrays, check_steps, step_problems
 from tfm_export.runtime.host_memory import HostMemory, Pool
 from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepOutput
 from tfm_export.runtime.threads import threads_to_use
@@ -175,6 +176,40 @@ class OnnxSentences:
         self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, full: bool = False
     ) -> StepOutput:
         """Write Q tokens into the cache and say what may follow each; see `Sentences.step`."""
+        memory, bound = self.memory, self._filled(target_ids, positions, write_index, self_mask, full)
+        self.session.run_with_iobinding(bound.binding)
+        memory.written = max(memory.written, max(write_index.tolist()) + target_ids.shape[1])
+        check_finite(bound.best)
+        return bound.output
+
+    def step_greedily(
+        self,
+        target_ids: Ids,
+        positions: Ids,
+        write_index: Ids,
+        self_mask: Mask,
+        *,
+        steps: int,
+        until: Callable[[list[int]], bool],
+    ) -> tuple[Ids, Floats]:
+        """Take several steps; see `Sentences.step_greedily`."""
+        memory, bound = self.memory, self._filled(target_ids, positions, write_index, self_mask, full=False)
+        check_steps(positions, write_index, steps, capacity=memory.capacity, limits=self._limits)
+        tokens, log_probs = np.empty((memory.size, steps), np.int64), np.empty((memory.size, steps), np.float32)
+        taken = 0
+        while True:
+            self.session.run_with_iobinding(bound.binding)
+            tokens[:, taken], log_probs[:, taken] = bound.best_ids[:, 0], bound.best[:, 0]
+            taken += 1
+            if taken == steps or until(bound.best_ids[:, 0].tolist()):
+                break
+            bound.follow_best()
+        memory.written = max(memory.written, max(write_index.tolist()) + taken)
+        check_finite(log_probs[:, :taken])
+        return tokens[:, :taken], log_probs[:, :taken]
+
+    def _filled(self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, full: bool) -> _BoundStep:
+        """A step that is ready to be run."""
         memory = self.memory
         check_step_arrays(target_ids, positions, write_index, self_mask, size=memory.size, capacity=memory.capacity)
         query = target_ids.shape[1]
@@ -185,10 +220,7 @@ class OnnxSentences:
                     target_ids, positions, write_index, self_mask, dimensions=self._dimensions, limits=self._limits
                 )
             )
-        self.session.run_with_iobinding(bound.binding)
-        memory.written = max(memory.written, max(write_index.tolist()) + query)
-        check_finite(bound.best)
-        return bound.output
+        return bound
 
     def _bind(self, query: int, full: bool) -> _BoundStep:
         if len(self._bound) == _BINDINGS:
@@ -266,6 +298,8 @@ class _BoundStep:
         top_log_probs, top_ids = np.zeros(top, np.float32), np.zeros(top, np.int64)
         self.output = StepOutput(top_log_probs, top_ids, log_probs, normaliser, weights)
         self.best: Floats = self.output.top_log_probs[:, :, 0]
+        self.best_ids: Ids = self.output.top_ids[:, :, 0]
+        self._rows = np.arange(size)
         self.binding = self._bind(session, memory)
 
     def _bind(self, session: InferenceSession, memory: HostMemory) -> IOBinding:
@@ -287,6 +321,13 @@ class _BoundStep:
         if self.output.attention is not None:
             _bind_output(binding, "cross_attention", self.output.attention)
         return binding
+
+    def follow_best(self) -> None:
+        """Make each row's best token the next step's, in the slot behind, which it sees. Q must be 1."""
+        self._target_ids[:] = self.best_ids
+        self._positions += 1
+        self._write_index += 1
+        self._self_mask[self._rows, 0, 0, self._write_index] = True
 
     def fill(self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask) -> bool:
         """Copy the inputs into the bound buffers; False if one is out of range or a query sees nothing."""

@@ -6,6 +6,7 @@ N candidates. Arrays are numpy's, on the host; keys and values stay where the ba
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,6 +75,38 @@ class Sentences(Protocol):
         Raises:
             RequestError: an array of another shape, a slot or position or id out of range, a query that sees nothing.
             NumericError: a best log-probability that is not finite.
+        """
+        ...
+
+    def step_greedily(
+        self,
+        target_ids: Ids,
+        positions: Ids,
+        write_index: Ids,
+        self_mask: Mask,
+        *,
+        steps: int,
+        until: Callable[[list[int]], bool],
+    ) -> tuple[Ids, Floats] | None:
+        """Take several steps of one token, each with the best that the step before named, in the slot behind.
+
+        Between two steps of decoding, much is done that a greedy search has no need for.
+
+        Args:
+            target_ids: [B, 1], of the first step, as the next three.
+            positions: [B, 1].
+            write_index: [B].
+            self_mask: [B, 1, 1, C]; each later step also sees the slots that were written since.
+            steps: at most so many; neither slots nor positions may run out.
+            until: is told the best token of each row after each step; True if that was the last one.
+
+        Returns:
+            The best tokens [B, n] after the n steps that were taken, and their log-probabilities [B, n]; None from
+            backends that do not do this.
+
+        Raises:
+            RequestError: as `step`.
+            NumericError: as `step`; only after the last step.
         """
         ...
 

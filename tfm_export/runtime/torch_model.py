@@ -174,6 +174,9 @@ class TorchSentences:
             raise RequestError(f"a cache of {self.capacity} slots cannot grow to {capacity}")
         self.caches = [_padded(cache, capacity) for cache in self.caches]
 
+    def step_greedily(self, *_: object, **__: object) -> None:
+        """Not done here; see `Sentences.step_greedily`."""
+
     @torch.inference_mode()
     def pack(self, slots: Ids, capacity: int) -> bool:
         """Keep some slots of each row; see `Sentences.pack`."""
