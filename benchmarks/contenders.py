@@ -128,7 +128,10 @@ class TorchEager:
 class CTranslate2:
     """CTranslate2 with the matrix library that the environment names."""
 
-    def __init__(self, folder: Path, threads: int, replicas: int = 1, stored: str = CTRANSLATE2) -> None:
+    def __init__(
+        self, folder: Path, threads: int, replicas: int = 1, stored: str = CTRANSLATE2, most_threads: int | None = None
+    ) -> None:
+        threads = min(threads, most_threads or threads)
         # CTranslate2 imports PyTorch if it is there, for its converters: a service would not have it.
         sys.modules["torch"] = None  # type: ignore[assignment]
         from benchmarks.peers.ctranslate2 import Peer
@@ -160,6 +163,15 @@ CONTENDERS: dict[str, tuple[Callable[..., Contender], dict[str, str]]] = {
     "CTranslate2 oneDNN": (CTranslate2, {"CT2_USE_MKL": "0"}),
     "CTranslate2 MKL int8": (partial(CTranslate2, stored=CTRANSLATE2_INT8), {"CT2_USE_MKL": "1"}),
     "CTranslate2 oneDNN int8": (partial(CTranslate2, stored=CTRANSLATE2_INT8), {"CT2_USE_MKL": "0"}),
+    # Its threads sleep between products, and waking them can cost more than they save.
+    "CTranslate2 MKL int8, 1 thread": (
+        partial(CTranslate2, stored=CTRANSLATE2_INT8, most_threads=1),
+        {"CT2_USE_MKL": "1"},
+    ),
+    "CTranslate2 oneDNN int8, 1 thread": (
+        partial(CTranslate2, stored=CTRANSLATE2_INT8, most_threads=1),
+        {"CT2_USE_MKL": "0"},
+    ),
 }
 
 CTRANSLATE2_BY_TYPE = {

@@ -56,7 +56,8 @@ def measure(bundle: Bundle, precisions: list[str]) -> dict[str, Any]:
                 start = time.perf_counter()
                 built = builder.build(source, folder, plan)
                 seconds = time.perf_counter() - start
-                found = prove(source, name, blueprint.compute, built.network, plan, fused=built.fused, readable=True)
+                asked, network = source.precision, built.network
+                found = prove(source, asked, blueprint.compute, network, plan, fused=built.fused, readable=True)
                 entries.append(
                     {"precision": name, "build_seconds": seconds, "derive_seconds": derived, **found.facts()}
                 )

@@ -160,7 +160,8 @@ def add_variants(
         progress(f"making {name}")
 
         def record(manifest: Manifest, name: str = name) -> Manifest:
-            return replace(manifest, variants={**manifest.variants, name: {"weights": name, "compute": name}})
+            facts = {"weights": name, "compute": name, "int8_encoder": name in INT8_ENCODER}
+            return replace(manifest, variants={**manifest.variants, name: facts})
 
         with new_part(bundle, f"onnx/{name}", force=True, forget=lambda manifest: manifest) as part:
             recipe = Recipe(precision=name, ranges=ranges, thresholds=limits, int8_encoder=name in INT8_ENCODER)

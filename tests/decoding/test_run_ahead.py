@@ -92,25 +92,30 @@ def test_tokens_are_told_as_they_come() -> None:
 
 @dataclass
 class After:
-    """A cancellation that is set after it was asked so many times."""
+    """A cancellation that is set after it was asked so many times, once or from then on."""
 
     times: int
+    once: bool = False
 
     def is_set(self) -> bool:
         self.times -= 1
-        return self.times < 0
+        return self.times == -1 if self.once else self.times < 0
 
 
-@pytest.mark.parametrize("times", [0, 1, 2, 7, 30])
-def test_a_request_that_is_given_up_ends_at_its_next_step(times: int) -> None:
-    """It is asked before each step: one at a time or not, it takes as many."""
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("times", [0, 1, 2, 7, 15, 16, 17, 30])
+def test_a_request_that_is_given_up_ends_at_its_next_step(times: int, once: bool) -> None:
+    """It is asked once before each step: one at a time or not, it takes as many."""
     source, options = SOURCES[6], DecodeOptions(max_decoding_length=50)
     for runs_ahead in (False, True):
         model = FakeModel(random_table(5, sharpness=0.0), 5, 5, 60, runs_ahead=runs_ahead)  # the padding, for ever
-        (result,) = generate(model, [Request(source=source, cancelled=After(times))], options, SPECIAL)
-        assert result.reason is Reason.CANCELLED
-        assert result.statistics.steps == model.steps == len(result.hypotheses[0].tokens)
-        assert model.steps == times
+        flags = [After(times, once), After(times + 5, once)]
+        requests = [Request(source=source, cancelled=flag) for flag in flags]
+        one, two = generate(model, requests, options, SPECIAL)
+        assert one.reason is two.reason is Reason.CANCELLED
+        assert one.statistics.steps == len(one.hypotheses[0].tokens) == times
+        # It was asked before the step that the other's end put off, and again.
+        assert two.statistics.steps == len(two.hypotheses[0].tokens) == model.steps == times + 4
 
 
 def test_a_cancellation_of_one_ends_the_run_of_all() -> None:

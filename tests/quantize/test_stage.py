@@ -171,7 +171,8 @@ def test_an_encoder_of_int8_is_calibrated_like_one_and_told(
     assert (report.fused["decoder_step"]["MatMulNBits"], report.fused["decoder_step"].get("QGemm")) == (17, None)
     opened = Bundle.open(bundle.path)
     facts = opened.manifest.variants[precision]
-    assert facts["compute"] == "float32, int8 in the encoder"
+    assert facts["compute"] == "float32; encoder int8"
+    assert facts["weights"] == f"{PRECISIONS[precision].weights}; encoder int8"
     assert (facts["int8_encoder"], facts["calibration"]) == (True, "percentile")
     generations = verify_variant(opened, precision, threads=1).generations
     assert [c.agreement for c in generations] == [c.agreement for c in report.generations]
@@ -205,6 +206,8 @@ def test_layers_are_kept_by_name_and_by_pattern(tiny_bundle: Path, tmp_path: Pat
         ("w8", {"skip": ["nonsense"]}, "no layer is called 'nonsense'"),
         ("fp16", {"skip": ["*"], "embeddings": False}, r"--skip has no effect on fp16(.|\n)*--no-embeddings has no"),
         ("w4", {"method": "max", "reduced_range": True}, r"--method has no effect on w4(.|\n)*--reduced-range has no"),
+        ("w8", {"int8_encoder": True, "skip": ["encoder/*"]}, "all layers of encoder are .* nothing would be int8"),
+        ("w4", {"int8_encoder": True, "skip": ["dec*"]}, "all layers of decoder_step are .* nothing would be w4"),
         ("int8", {"int8_encoder": True}, "--int8-encoder has no effect on int8: it is for w8, w4"),
         ("w8", {"development": Development(["a", "a" * 500], [["b"]] * 2)}, "development text 2 has 5"),
     ],

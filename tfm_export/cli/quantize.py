@@ -60,7 +60,7 @@ def precision_options(command: Any) -> Any:
 @click.option(
     "--method",
     type=click.Choice(METHODS),
-    help="int8, fp8: where activations are clipped.  [default: percentile for int8, max for fp8]",
+    help="int8, fp8, --int8-encoder: where activations are clipped.  [default: percentile for int8, max for fp8]",
 )
 @click.option(
     "--dev",
@@ -89,7 +89,7 @@ def precision_options(command: Any) -> Any:
 @click.option(
     "--reduced-range/--full-range",
     default=None,
-    help="int8: weights of 7 bits, for CPUs without VNNI.  [default: what this CPU needs]",
+    help="int8, --int8-encoder: weights of 7 bits, for CPUs without VNNI.  [default: what this CPU needs]",
 )
 @click.option("--keep", is_flag=True, help="Add the variant even if it is not faster than fp32 here.")
 @force_option

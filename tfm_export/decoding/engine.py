@@ -81,7 +81,8 @@ class Engine:
         """Decode, in the order given.
 
         Yields:
-            After each step, the requests that came to their end: their places in `requests` and their results.
+            After one or several steps, the requests that came to their end: their places in `requests` and their
+            results.
 
         Raises:
             RequestError: a request cannot be served; nothing has been decoded.
@@ -176,7 +177,7 @@ class _Batch:
         Returns:
             The requests that came to their end, by number, and their results.
         """
-        done = {row: reason for row, entry in enumerate(self.live) if (reason := entry.given_up())}
+        done = self._given_up()
         if not done:
             taken, done = self._run_ahead() or (1, self._step())
             for entry in self.live:
@@ -192,8 +193,17 @@ class _Batch:
     def _run_ahead(self) -> tuple[int, dict[int, Reason]] | None:
         if any(entry.task.request.on_tokens is not None for entry in self.live):
             return None
-        run = self._search.run_ahead(self._rows, lambda: any(entry.given_up() for entry in self.live))
-        return None if run is None else (run[0], dict(run[1]))
+        given_up: dict[int, Reason] = {}
+
+        def interrupted() -> bool:
+            given_up.update(self._given_up())
+            return bool(given_up)
+
+        run = self._search.run_ahead(self._rows, interrupted)
+        return None if run is None else (run[0], given_up | dict(run[1]))
+
+    def _given_up(self) -> dict[int, Reason]:
+        return {row: reason for row, entry in enumerate(self.live) if (reason := entry.given_up())}
 
     def _step(self) -> dict[int, Reason]:
         output = self._rows.step(full=self._search.plan())

@@ -165,15 +165,15 @@ class Search(Protocol):
         ...
 
     def run_ahead(self, rows: Rows, interrupted: Callable[[], bool]) -> tuple[int, list[tuple[int, Reason]]] | None:
-        """Take several steps in one go, as long as no row comes to its end.
+        """Take several steps in one go, until a row comes to its end or the cache is full.
 
         Args:
             rows: the batch.
-            interrupted: is asked after each step; True ends them.
+            interrupted: is asked between two steps; True ends them.
 
         Returns:
-            How many steps were taken, and the rows that came to their end; None if only `advance` can tell what is fed
-            next, and no step was taken.
+            How many steps were taken, and the rows that came to their end, if any did; None if only `advance` can tell
+            what is fed next, and no step was taken.
         """
         ...
 

@@ -77,25 +77,22 @@ class QuantizeOptions:
         Raises:
             RequestError: naming every such option.
         """
-        weights, quantized = ("w8", "w4"), ("w8", "w4", "int8", "fp8")
+        weights, quantized, encoder = ("w8", "w4"), ("w8", "w4", "int8", "fp8"), "those with --int8-encoder"
         given = {
             "--skip": (bool(self.skip), quantized),
             "--no-embeddings": (not self.embeddings, quantized),
-            "--method": (self.method is not None, self._calibrated("int8", "fp8")),
-            "--reduced-range": (bool(self.reduced_range), self._calibrated("int8")),
+            "--method": (self.method is not None, ("int8", "fp8", encoder)),
+            "--reduced-range": (bool(self.reduced_range), ("int8", encoder)),
             "--int8-encoder": (self.int8_encoder, weights),
         }
+        own = {precision, encoder} if self.int8_encoder and precision in weights else {precision}
         problems = [
             f"{name} has no effect on {precision}: it is for {', '.join(those)}"
             for name, (is_given, those) in given.items()
-            if is_given and precision not in those
+            if is_given and not own & set(those)
         ]
         if problems:
             raise RequestError(problems)
-
-    def _calibrated(self, *precisions: str) -> tuple[str, ...]:
-        """These precisions, and those whose encoder is that of int8."""
-        return ("w8", "w4", *precisions) if self.int8_encoder else precisions
 
 
 def check_precision(precision: str) -> None:

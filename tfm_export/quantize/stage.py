@@ -82,9 +82,15 @@ def quantize_bundle(
 
 
 def _with(manifest: Manifest, precision: str, report: QuantizeReport) -> Manifest:
-    compute = PRECISIONS[precision].compute + (", int8 in the encoder" if report.int8_encoder else "")
-    facts = {"weights": PRECISIONS[precision].weights, "compute": compute, **report.facts()}
+    facts = {"weights": PRECISIONS[precision].weights, "compute": PRECISIONS[precision].compute, **report.facts()}
+    if report.int8_encoder:
+        facts |= {"weights": f"{facts['weights']}; encoder int8", "compute": f"{facts['compute']}; encoder int8"}
     return replace(manifest, variants={**manifest.variants, precision: facts})
+
+
+def _multiplies(layer: str) -> bool:
+    """Whether it is a linear layer, and no embedding."""
+    return not layer.endswith("/embedding")
 
 
 def _without(manifest: Manifest, precision: str) -> Manifest:
@@ -118,6 +124,14 @@ class _Work:
                 f"all {len(self.layers)} layers are to be kept in fp32: nothing would be {self.precision}",
                 "a --skip pattern of fewer layers",
             )
+        if self.options.int8_encoder:
+            left = {layer.partition("/")[0] for layer in self.layers if layer not in self.skip and _multiplies(layer)}
+            for name, numbers in (("encoder", "int8"), ("decoder_step", self.precision)):
+                if name not in left:
+                    raise RequestError(
+                        f"all layers of {name} are to be kept in fp32: nothing would be {numbers}",
+                        "a --skip pattern of fewer layers, or no --int8-encoder",
+                    )
 
     def recipe(self, evidence: Evidence) -> Recipe:
         """How to begin: with everything quantised that the options do not skip."""
@@ -226,7 +240,7 @@ class _Work:
             return {}
         fused = fused_operators(folder)
         if self.precision in BITS:
-            layers = [name for name in made.quantized if not name.endswith("/embedding")]
+            layers = [name for name in made.quantized if _multiplies(name)]
             for kind in dict.fromkeys(recipe.precision_of(layer.partition("/")[0]) for layer in layers):
                 check_fused(
                     folder, kind, [name for name in layers if recipe.precision_of(name.partition("/")[0]) == kind]
@@ -275,7 +289,9 @@ class _Work:
         return QuantizeReport(
             precision=self.precision,
             target=self.target,
-            int8_encoder=recipe.int8_encoder,
+            # Not if all of it had to be kept in fp32.
+            int8_encoder=recipe.int8_encoder
+            and any(name.startswith("encoder/") and _multiplies(name) for name in made.quantized),
             method=self.method,
             calibrated_on=len(evidence.traces) if self.method or self.precision in FLOAT_TYPES else 0,
             layers=len(self.layers),

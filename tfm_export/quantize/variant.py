@@ -38,10 +38,10 @@ class Recipe:
         precision: its name.
         skip: layers that stay in fp32, by the names of `passes.linears`; of embeddings "encoder/embedding" and
             "decoder_step/embedding".
-        thresholds: int8, fp8: where activations are clipped, by "graph/value".
+        thresholds: int8, fp8, int8_encoder: where activations are clipped, by "graph/value".
         ranges: the largest absolute value of every tensor, by "graph/value". It decides what stays in fp32 in fp16 and
             bf16; with quantised variants it is written down for engines, whose other numbers have 16 bits.
-        reduced_range: int8: weights of 7 bits, for CPUs without VNNI.
+        reduced_range: int8, int8_encoder: weights of 7 bits, for CPUs without VNNI.
         int8_encoder: w8, w4: the encoder is that of int8. It has many rows to multiply where the decoder has few, so
             that arithmetic bounds it and not the reading of weights.
     """

@@ -98,7 +98,7 @@ class Sentences(Protocol):
             write_index: [B].
             self_mask: [B, 1, 1, C]; each later step also sees the slots that were written since.
             steps: at most so many; neither slots nor positions may run out.
-            until: is told the best token of each row after each step; True if that was the last one.
+            until: is told the best token of each row before the next step is taken; True if there is to be none.
 
         Returns:
             The best tokens [B, n] after the n steps that were taken, and their log-probabilities [B, n]; None from
