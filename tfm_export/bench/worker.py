@@ -13,11 +13,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tfm_export.runtime.step_model import Ids, Mask, Sentences, StepModel, StepOutput
+from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepModel, StepOutput
 
 
 class TimedModel:
@@ -50,6 +51,20 @@ class _TimedSentences:
         output = self._sentences.step(*arrays, **options)
         self._ends.append(time.perf_counter())
         return output
+
+    def step_greedily(
+        self, *arrays: Any, until: Callable[[list[int]], bool], **options: Any
+    ) -> tuple[Ids, Floats] | None:
+        begun = len(self._ends)
+
+        def timed(tokens: list[int]) -> bool:
+            self._ends.append(time.perf_counter())
+            return until(tokens)
+
+        found = self._sentences.step_greedily(*arrays, until=timed, **options)
+        if found is not None and len(self._ends) - begun < found[0].shape[1]:  # nobody asks after the last step
+            self._ends.append(time.perf_counter())
+        return found
 
     def append(self, other: Any) -> None:
         self._sentences.append(other._sentences)  # noqa: SLF001 (of the same class)
