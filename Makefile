@@ -15,7 +15,7 @@ help: ## Show this list
 demo: $(INSTALLED) ## Export the shipped model, verify it, decode words beside PyTorch
 	@$(BIN)/python examples/g2p/demo.py
 
-test: $(INSTALLED) ## Run every kind of test once; under 10 minutes on 2 cores
+test: $(INSTALLED) ## Run every kind of test once; about 12 minutes on 2 cores
 	@$(BIN)/pytest
 
 test-all: $(INSTALLED) ## Run the full matrices too; at most an hour on 2 cores
@@ -30,7 +30,7 @@ format: $(INSTALLED) ## Format the code and mend what the linter can
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(INSTALLED) ## Measure speed and memory beside CTranslate2 and PyTorch, 35 minutes; rewrite README's figures
+bench: $(INSTALLED) ## Measure speed and memory beside CTranslate2 and PyTorch, under an hour; rewrite README's figures
 	@$(BIN)/python -m benchmarks.generation --beams 1 4
 	@$(BIN)/python -m benchmarks.scaling --reuse
 	@$(BIN)/python -m benchmarks.memory --reuse

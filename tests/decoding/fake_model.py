@@ -69,6 +69,7 @@ class FakeModel:
         self.gives_attention, self.refill_at, self.packs = gives_attention, refill_at, packs
         self.runs_ahead = runs_ahead
         self.runs: list[int] = []
+        self.asked_to_run = 0
         self.table, self.encodes, self.steps, self.full_steps = table, 0, 0, 0
         self.moves, self.grows, self.packings, self.rows_stepped = 0, 0, 0, 0
         self.queries: list[int] = []
@@ -154,6 +155,7 @@ class FakeSentences:
         steps: int,
         until: Callable[[list[int]], bool],
     ) -> tuple[Ids, Floats] | None:
+        self.model.asked_to_run += 1
         if not self.model.runs_ahead:
             return None
         ids, mask = target_ids, self_mask.copy()

@@ -47,7 +47,7 @@ def test_every_layer_becomes_the_fast_operator(exported: Exported, variant: str,
     for count in counts.values():
         assert not {"Gemm", "FusedGemm", "MatMulInteger"} & count.keys()
         assert count["DequantizeLinear"] == 1  # of embedding rows
-    check_fused(folder, variant, layers_of(exported.folder))
+    check_fused(folder, dict.fromkeys(layers_of(exported.folder), variant))
 
 
 def test_fp32_has_no_such_operators(exported: Exported) -> None:
@@ -83,13 +83,17 @@ def test_layers_that_are_not_fused_are_named(export_configuration: Callable[[str
         weights.write(model, weights.path.parent / f"{name}.onnx")
     layers = layers_of(source)
     with pytest.raises(ExportError) as error:
-        check_fused(weights.path.parent, "w8", layers)
+        check_fused(weights.path.parent, dict.fromkeys(layers, "w8"))
     assert [problem.partition(" made ")[2] for problem in error.value.problems] == [
         "MatMulNBits of 15 of the 16 quantised layers of encoder; not of layers.1.feed_forward.contract",
         "MatMulNBits of 16 of the 17 quantised layers of decoder_step; not of layers.0.self_attention.key",
     ]
     kept = {f"{name}/{layer}" for name, layer in spoiled.items()}
-    check_fused(weights.path.parent, "w8", [layer for layer in layers if layer not in kept])
+    fused = dict.fromkeys([layer for layer in layers if layer not in kept], "w8")
+    check_fused(weights.path.parent, fused)
+    one = next(layer for layer in fused if layer.startswith("encoder/"))
+    with pytest.raises(ExportError, match=f"QGemm of 0 of the 1 quantised layers of encoder; not of {one[8:]}"):
+        check_fused(weights.path.parent, {**fused, one: "int8"})
 
 
 def test_the_form_needs_no_options_of_a_session(exported: Exported, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ class Rows:
         self._capacity = FIRST_CAPACITY
         self._prompts: list[list[int]] = []
         self._prompting = self._left = False
+        self._goes_ahead = history is None  # until the backend says that it does not
         self._ids: Ids = np.zeros((0, width), np.int64)
         self._positions: Ids = np.zeros((0, width), np.int64)
         self._write_index: Ids = np.zeros(0, np.int64)
@@ -125,7 +126,7 @@ class Rows:
             The best tokens [B, n] after the n steps that were taken, and their log-probabilities [B, n]; None, and no
             step was taken, where that cannot be done.
         """
-        if self._prompting or self._history is not None:
+        if self._prompting or not self._goes_ahead:
             return None
         self._make_room(1)
         assert self._sentences is not None, "a step needs a row"
@@ -141,6 +142,7 @@ class Rows:
             until=until,
         )
         if found is None:
+            self._goes_ahead = False
             return None
         taken = found[0].shape[1]
         self._mask[rows[:, None], 0, 0, begin[:, None] + np.arange(taken)] = True

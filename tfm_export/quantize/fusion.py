@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
@@ -33,14 +33,14 @@ def fused_operators(folder: Path) -> dict[str, Counter[str]]:
     return {name: Counter(node.op_type for node in graph.node) for name, graph in optimized_graphs(folder).items()}
 
 
-def check_fused(folder: Path, precision: str, layers: Collection[str]) -> None:
+def check_fused(folder: Path, layers: Mapping[str, str]) -> None:
     """Make sure that ONNX Runtime made the operator that is fast of every quantised layer.
 
     Args:
         folder: of the variant.
-        precision: one of `FUSED`.
-        layers: names of the quantised layers, such as "encoder/layers.0.feed_forward.expand"; those of "decoder_step"
-            are looked for in "decoder_step_attention" too.
+        layers: the precision, one of `FUSED`, of each quantised layer, by its name, such as
+            "encoder/layers.0.feed_forward.expand"; those of "decoder_step" are looked for in "decoder_step_attention"
+            too.
 
     Raises:
         ExportError: naming every layer that was not fused.
@@ -49,13 +49,15 @@ def check_fused(folder: Path, precision: str, layers: Collection[str]) -> None:
     problems = []
     for name, graph in optimized_graphs(folder).items():
         owner = "decoder_step" if name == "decoder_step_attention" else name
-        expected = [layer.removeprefix(f"{owner}/") for layer in layers if layer.startswith(f"{owner}/")]
-        found = _fused_layers(graph, FUSED[precision])
-        if missing := [layer for layer in expected if layer not in found]:
-            problems.append(
-                f"ONNX Runtime {onnxruntime.__version__} made {FUSED[precision]} of {len(expected) - len(missing)} of "
-                f"the {len(expected)} quantised layers of {name}; not of {', '.join(missing)}"
-            )
+        own = {layer: FUSED[kind] for layer, kind in layers.items() if layer.startswith(f"{owner}/")}
+        for operator in dict.fromkeys(own.values()):
+            expected = [layer.removeprefix(f"{owner}/") for layer in own if own[layer] == operator]
+            found = _fused_layers(graph, operator)
+            if missing := [layer for layer in expected if layer not in found]:
+                problems.append(
+                    f"ONNX Runtime {onnxruntime.__version__} made {operator} of {len(expected) - len(missing)} of "
+                    f"the {len(expected)} quantised layers of {name}; not of {', '.join(missing)}"
+                )
     if problems:
         raise ExportError(problems, "--skip these layers, or another version of ONNX Runtime")
 

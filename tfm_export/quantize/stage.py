@@ -241,10 +241,7 @@ class _Work:
         fused = fused_operators(folder)
         if self.precision in BITS:
             layers = [name for name in made.quantized if _multiplies(name)]
-            for kind in dict.fromkeys(recipe.precision_of(layer.partition("/")[0]) for layer in layers):
-                check_fused(
-                    folder, kind, [name for name in layers if recipe.precision_of(name.partition("/")[0]) == kind]
-                )
+            check_fused(folder, {name: recipe.precision_of(name.partition("/")[0]) for name in layers})
         return {name: dict(counts) for name, counts in fused.items()}
 
     def _speeds(self, folder: Path, evidence: Evidence) -> list[Speed]:
