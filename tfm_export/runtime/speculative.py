@@ -1,0 +1,347 @@
+"""Speculative decoding: a cheaper variant guesses the next tokens, the model takes them all in one step.
+
+A step of few rows costs what reading the weights costs, whether it takes in one token of each or several. So a draft,
+the same model in fewer bits, runs some tokens ahead of the search, and the model takes in the token that it was asked
+about together with those that were guessed. As long as the search goes on with what was guessed, the answers are there
+already. They are the model's own, whatever was guessed: a bad draft costs time, never a token.
+
+Sentences are guessed whose search has one query a step: greedy search, and sampling. Of beams all would have to be
+guessed at once, in their order, which does not pay. Letters as in `step_model`; L tokens are guessed.
+Source: Leviathan et al. 2022, Fast Inference from Transformers via Speculative Decoding, arXiv 2211.17192.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from tfm_export.bundle import Limits
+from tfm_export.errors import RequestError
+from tfm_export.graph import Dimensions
+from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepModel, StepOutput
+
+MOST_ROWS = 4  # of a batch that is guessed: with more, arithmetic costs more than reading the weights
+MOST_GUESSES = 7
+FIRST_GUESSES = 4
+LONGEST_REST = 4  # steps without guesses; if then none is right either, there are no more
+
+
+class _Model(StepModel, Protocol):
+    def with_attention(self) -> StepModel: ...
+
+
+class SpeculativeModel:
+    """A model whose next tokens a draft guesses. Safe to use from several threads.
+
+    Args:
+        model: whose answers these are.
+        draft: makes the guesses; with the same vocabularies and limits.
+        end_ids: the tokens behind which there is nothing to guess.
+
+    Attributes:
+        dimensions: the model's, as the next three.
+        limits: the longest sequences.
+        gives_attention: whether steps give attention.
+        refill_at: the part of a batch that must be free before sentences join it.
+        threads: of the model; the draft has as many.
+    """
+
+    def __init__(self, model: StepModel, draft: StepModel, end_ids: Collection[int]) -> None:
+        self._model, self._draft, self._end_ids = model, draft, end_ids
+        self.dimensions: Dimensions = model.dimensions
+        self.limits: Limits = model.limits
+        self.gives_attention: bool = model.gives_attention
+        self.refill_at: float = model.refill_at
+        self.threads: int = getattr(model, "threads", 0)
+
+    def with_attention(self) -> SpeculativeModel:
+        """The same with steps that give attention; see the model's own method."""
+        model: _Model = self._model  # type: ignore[assignment]
+        return SpeculativeModel(model.with_attention(), self._draft, self._end_ids)
+
+    def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> SpeculativeSentences:
+        """Run the encoder on a padded batch and set up its caches; see `StepModel.encode`.
+
+        The draft does the same once it is known that there is something to guess.
+        """
+        ids, mask = np.array(source_ids), np.array(source_mask)
+
+        def encode_draft(capacity: int) -> Sentences:
+            return self._draft.encode(ids, mask, capacity=capacity)
+
+        sentences = self._model.encode(source_ids, source_mask, capacity=capacity)
+        return SpeculativeSentences(sentences, encode_draft, self._end_ids, self.limits)
+
+    def close(self) -> None:
+        """Free both models."""
+        self._model.close()
+        self._draft.close()
+
+
+@dataclass
+class _Ahead:
+    """What the model has taken in last: the token of each row that it was asked about, and those that were guessed.
+
+    Attributes:
+        target_ids: [B, 1 + L].
+        write_index: [B], the slot of each row's first.
+        output: what the model said.
+        asked: how many of the tokens were asked about.
+    """
+
+    target_ids: Ids
+    write_index: Ids
+    output: StepOutput
+    asked: int = 1
+
+    @property
+    def left(self) -> int:
+        return int(self.target_ids.shape[1]) - self.asked
+
+    def goes_on_with(self, target_ids: Ids, write_index: Ids) -> bool:
+        """Whether these are the tokens that come next."""
+        return (
+            self.left > 0
+            and np.array_equal(self.target_ids[:, self.asked], target_ids[:, 0])
+            and np.array_equal(self.write_index + self.asked, write_index)
+        )
+
+    def output_of(self, query: int) -> StepOutput:
+        """What the model said about one of the tokens."""
+        return self._selected((slice(None), slice(query, query + 1)))
+
+    def rows(self, rows: Ids) -> _Ahead:
+        """The same of some rows."""
+        return _Ahead(self.target_ids[rows], self.write_index[rows], self._selected(rows), self.asked)
+
+    def _selected(self, part: Ids | tuple[slice, slice]) -> StepOutput:
+        o = self.output
+        optional = (None if array is None else array[part] for array in (o.log_probs, o.log_normaliser, o.attention))
+        return StepOutput(o.top_log_probs[part], o.top_ids[part], *optional)
+
+
+class SpeculativeSentences:
+    """A batch of sentences some of whose next tokens were taken in before anybody asked; see `Sentences`."""
+
+    def __init__(
+        self,
+        sentences: Sentences,
+        encode_draft: Callable[[int], Sentences],
+        end_ids: Collection[int],
+        limits: Limits,
+    ) -> None:
+        self._sentences, self._end_ids, self._limits = sentences, end_ids, limits
+        self._encode_draft: Callable[[int], Sentences] | None = encode_draft  # None once nothing is guessed any more
+        self._draft: Sentences | None = None
+        self._paths: list[list[int]] = [[] for _ in range(sentences.size)]  # the token in each slot
+        self._drafted = [0] * sentences.size  # how many of these the draft has taken in
+        self._ahead: _Ahead | None = None
+        self._pace = _Pace()
+
+    @property
+    def size(self) -> int:
+        """B: rows in use."""
+        return self._sentences.size
+
+    @property
+    def capacity(self) -> int:
+        """C: slots of each row."""
+        return self._sentences.capacity
+
+    def step(
+        self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, full: bool = False
+    ) -> StepOutput:
+        """Write Q tokens into the cache and say what may follow each; see `Sentences.step`."""
+        if self._encode_draft is None or not self._go_on(target_ids, positions, write_index, self_mask):
+            self._give_up()
+            return self._sentences.step(target_ids, positions, write_index, self_mask, full=full)
+        ahead, begin = self._ahead, write_index.tolist()
+        self._follow(target_ids, begin)
+        if ahead and ahead.goes_on_with(target_ids, write_index) and (ahead.output.log_probs is not None or not full):
+            ahead.asked += 1
+            return ahead.output_of(ahead.asked - 1)
+        if ahead:
+            self._pace.judge(right=ahead.asked - 1, wrong=ahead.left)
+        self._ahead, self._drafted = None, list(map(min, self._drafted, begin))
+        if target_ids.shape[1] > 1 or not min(begin):
+            guessed: list[Ids] = []  # a prompt: of beams, whose first step it may be, nothing is guessed
+        elif self.size > MOST_ROWS or self._pace.hopeless:
+            self._give_up()
+            guessed = []
+        else:
+            guessed = self._guess()
+        if not guessed:
+            return self._sentences.step(target_ids, positions, write_index, self_mask, full=full)
+        ids = np.stack([target_ids[:, 0], *guessed], axis=1)
+        places = write_index[:, None] + np.arange(ids.shape[1])
+        output = self._sentences.step(ids, places, write_index, self._before(places), full=full)
+        self._ahead = _Ahead(ids, write_index.copy(), output)
+        return self._ahead.output_of(0)
+
+    def step_greedily(
+        self,
+        target_ids: Ids,
+        positions: Ids,
+        write_index: Ids,
+        self_mask: Mask,
+        *,
+        steps: int,
+        until: Callable[[list[int]], bool],
+    ) -> None:
+        """Not done: single steps are what is guessed; see `Sentences.step_greedily`."""
+
+    def grow(self, capacity: int) -> None:
+        """Give every row `capacity` slots, keeping what is written and zeroing the rest."""
+        self._sentences.grow(capacity)
+        if self._draft:
+            self._draft.grow(capacity)
+
+    def pack(self, slots: Ids, capacity: int) -> bool:
+        """Keep some slots of each row; see `Sentences.pack`."""
+        if not self._sentences.pack(slots, capacity):
+            return False
+        stay = bool((slots == np.arange(slots.shape[1])).all())
+        if not stay or (self._draft and not self._draft.pack(slots, capacity)):
+            self._give_up()
+        return True
+
+    def move(self, source: int, target: int) -> None:
+        """Copy row `source` over row `target`."""
+        self._sentences.move(source, target)
+        if self._draft:
+            self._draft.move(source, target)
+        self._paths[target], self._drafted[target] = self._paths[source].copy(), self._drafted[source]
+        if self._ahead:
+            rows = np.arange(self.size)
+            rows[target] = source
+            self._ahead = self._ahead.rows(rows)
+
+    def shrink(self, size: int) -> None:
+        """Keep the first `size` rows."""
+        self._sentences.shrink(size)
+        if self._draft:
+            self._draft.shrink(size)
+        del self._paths[size:], self._drafted[size:]
+        if self._ahead:
+            self._ahead = self._ahead.rows(np.arange(size))
+
+    def read(self, name: str) -> Floats:
+        """A copy of a cache or a cross-attention tensor; see `Sentences.read`."""
+        return self._sentences.read(name)
+
+    def append(self, other: Sentences) -> None:
+        """Copy the rows of freshly encoded sentences of the same model behind this batch's rows."""
+        if not isinstance(other, SpeculativeSentences):
+            raise RequestError("sentences can only join a batch of the same model")
+        self._sentences.append(other._sentences)  # noqa: SLF001 (of the same class)
+        self._give_up()
+
+    # What is known of each row, and what the draft knows.
+
+    def _go_on(self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask) -> bool:
+        """Whether every query goes on from all that its row has before it, as it does but for beams."""
+        if positions.shape != target_ids.shape or target_ids.ndim != 2 or write_index.shape != (self.size,):
+            return False
+        return (
+            np.array_equal(positions[:, 0], write_index)
+            and all(0 <= begin <= len(path) for begin, path in zip(write_index.tolist(), self._paths, strict=True))
+            and np.array_equal(self_mask, self._before(positions))
+        )
+
+    def _before(self, positions: Ids) -> Mask:
+        """The self_mask of queries that see everything up to themselves."""
+        mask: Mask = np.arange(self.capacity) <= positions[:, None, :, None]
+        return mask
+
+    def _follow(self, target_ids: Ids, begin: list[int]) -> None:
+        """Note the tokens that were asked about."""
+        for row, ids in enumerate(target_ids.tolist()):
+            self._paths[row][begin[row] :] = ids
+
+    def _give_up(self) -> None:
+        """Guess nothing any more."""
+        self._encode_draft = self._draft = self._ahead = None
+
+    def _guess(self) -> list[Ids]:
+        """Tokens [B] that may follow, one after the other."""
+        assert self._encode_draft is not None, "asked only where something is guessed"
+        lengths = [len(path) for path in self._paths]
+        count = self._pace.plan(min(self.capacity, self._limits.max_target_length) - max(lengths))
+        if not count:
+            return []
+        if self._draft is None:
+            self._draft = self._encode_draft(self.capacity)
+        best = self._catch_up(self._draft, lengths)
+        if self._all_end(best.tolist()):
+            return []
+        self._drafted = lengths
+        if count == 1:
+            return [best]
+        places = np.array(lengths)
+        found = self._draft.step_greedily(
+            best[:, None],
+            places[:, None],
+            places,
+            self._before(places[:, None]),
+            steps=count - 1,
+            until=self._all_end,
+        )
+        if found is None:
+            return [best]
+        tokens = list(found[0].T)
+        self._drafted = [length + len(tokens) for length in lengths]
+        return [best, *(tokens[:-1] if self._all_end(tokens[-1].tolist()) else tokens)]
+
+    def _catch_up(self, draft: Sentences, lengths: list[int]) -> Ids:
+        """Have the draft take in the tokens that it has not, and say the best [B] behind them."""
+        most = max(length - drafted for length, drafted in zip(lengths, self._drafted, strict=True))
+        ends, rows = np.array(lengths), np.arange(len(lengths))
+        begin = np.maximum(ends - most, 0)
+        # Queries beyond a row's last token repeat it; what they write is written over later.
+        places = np.minimum(begin[:, None] + np.arange(most), ends[:, None] - 1)
+        ids = np.array([[path[i] for i in row] for path, row in zip(self._paths, places.tolist(), strict=True)])
+        output = draft.step(ids, places, begin, self._before(places))
+        best: Ids = output.top_ids[rows, ends - 1 - begin, 0]
+        return best
+
+    def _all_end(self, tokens: list[int]) -> bool:
+        return all(token in self._end_ids for token in tokens)
+
+
+class _Pace:
+    """How many tokens to guess: more while guesses are right, fewer when they are not, and none for a while.
+
+    Attributes:
+        hopeless: so many were wrong in a row that there should be no more.
+    """
+
+    def __init__(self) -> None:
+        self.hopeless = False
+        self._most, self._rest, self._pause = FIRST_GUESSES, 0, 0
+
+    def plan(self, room: int) -> int:
+        """How many tokens to guess now, of so many that there is room for."""
+        if self._rest:
+            self._rest -= 1
+            return 0
+        return min(self._most, room)
+
+    def judge(self, *, right: int, wrong: int) -> None:
+        """Learn from the guesses that were made last.
+
+        Args:
+            right: how many were asked about.
+            wrong: how many were not.
+        """
+        if not wrong:
+            self._most = min(self._most + (right == self._most), MOST_GUESSES)
+        else:
+            self._most = max(self._most - 1, 1)
+        if right:
+            self._pause = 0
+        else:
+            self.hopeless = self._pause == LONGEST_REST
+            self._rest, self._pause = self._pause, max(2 * self._pause, 1)
