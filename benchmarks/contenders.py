@@ -43,11 +43,13 @@ class Contender(Protocol):
 class TfmExport:
     """tfm_export on ONNX Runtime, in one of the bundle's precisions."""
 
-    def __init__(self, folder: Path, threads: int, replicas: int = 1, variant: str = "fp32") -> None:
+    def __init__(
+        self, folder: Path, threads: int, replicas: int = 1, variant: str = "fp32", draft: str | None = None
+    ) -> None:
         import tfm_export
 
         self.workers = replicas
-        self.model = tfm_export.load(folder / BUNDLE, threads=max(1, threads // replicas), variant=variant)
+        self.model = tfm_export.load(folder / BUNDLE, threads=max(1, threads // replicas), variant=variant, draft=draft)
 
     def generate(self, sources: Sources, beam: int, length: int = TARGET_LENGTH) -> list[list[int]]:
         results = self.model.generate_ids(
@@ -157,6 +159,7 @@ class CTranslate2:
 # CTranslate2 takes MKL on Intel's processors and oneDNN on others, unless it is told; both are measured.
 CONTENDERS: dict[str, tuple[Callable[..., Contender], dict[str, str]]] = {
     "tfm-export": (TfmExport, {}),
+    "tfm-export fp32+w8": (partial(TfmExport, draft="w8"), {}),
     **{f"tfm-export {variant}": (partial(TfmExport, variant=variant), {}) for variant in VARIANTS},
     "torch eager": (TorchEager, {}),
     "CTranslate2 MKL": (CTranslate2, {"CT2_USE_MKL": "1"}),

@@ -20,8 +20,14 @@ from benchmarks.report import table
 ROOT = Path(__file__).parents[1]
 README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- what benchmarks/readme.py writes begins here -->", "<!-- and ends here -->"
-COLUMNS = {"fp32": "tfm-export", "w8": "tfm-export w8", "int8": "tfm-export int8", "w4": "tfm-export w4"}
-EIGHT_BITS = ("w8", "int8")
+COLUMNS = {
+    "fp32": "tfm-export",
+    "fp32+w8": "tfm-export fp32+w8",
+    "w8": "tfm-export w8",
+    "int8": "tfm-export int8",
+    "w4": "tfm-export w4",
+}
+FLOAT32, EIGHT_BITS = ("fp32", "fp32+w8"), ("w8", "int8")
 PEERS = {
     "CTranslate2 float32": ("MKL", "oneDNN"),
     "CTranslate2 int8": ("MKL int8", "oneDNN int8", "MKL int8, 1 thread", "oneDNN int8, 1 thread"),
@@ -66,22 +72,23 @@ def _generation(results: dict[str, Any]) -> str:
         f"encoder included. Milliseconds a step, medians of {count(results['rounds'], 'round')} of one run; "
         f"{machine['cpu']}, {results['threads']} threads, {', '.join(machine['flags'])}; all contenders on the same "
         "weights, CTranslate2 with the faster of its two matrix libraries, in int8 also with one thread if that is "
-        "faster. The last columns tell how many times faster fp32 is than its float32, and the better of w8 and int8 "
-        "than its int8. w8 and w4 have the encoder of int8 (`--int8-encoder`)."
+        "faster. fp32+w8 is fp32 with a draft: w8 guesses the next tokens of few sentences, greedy, and what comes out "
+        "is fp32's. The last columns tell how many times faster the better of these two is than its float32, and the "
+        "better of w8 and int8 than its int8. w8 and w4 have the encoder of int8 (`--int8-encoder`)."
     )
     return f"{fill(about)}\n\n{table(names, rows)}"
 
 
 def _ratios(ours: dict[str, float], peers: dict[str, float]) -> list[str]:
     """How many times faster than CTranslate2: in float32, and in 8 bits."""
-    best = [ours[name] for name in EIGHT_BITS if name in ours]
-    pairs = [([ours["fp32"]], peers.get("CTranslate2 float32")), (best, peers.get("CTranslate2 int8"))]
-    return [f"**{theirs / min(times):.2f} x**" for times, theirs in pairs if times and theirs is not None]
+    pairs = [(FLOAT32, peers.get("CTranslate2 float32")), (EIGHT_BITS, peers.get("CTranslate2 int8"))]
+    best = [(min((ours[name] for name in names if name in ours), default=None), theirs) for names, theirs in pairs]
+    return [f"**{theirs / time:.2f} x**" for time, theirs in best if time is not None and theirs is not None]
 
 
 def _quality(results: dict[str, Any]) -> str:
     rates = {one["precision"]: one["word_error_rate"] for one in results["precisions"]}
-    forms = {name: INT8_ENCODER.get(name, name) for name in COLUMNS if name != "fp32"}
+    forms = {name: INT8_ENCODER.get(name, name) for name in COLUMNS if name not in FLOAT32}
     changes = ", ".join(f"{name} {rates[form] - rates['fp32']:+.2f}" for name, form in forms.items() if form in rates)
     return fill(
         f"What that costs in quality, on the trained example's {results['work']['words']:,} test words: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -149,6 +150,21 @@ def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
 
     path = tmp_path_factory.mktemp("bundle") / "tfm_bundle"
     export_bundle(tiny_checkpoint, path, inputs=["hello", "parity", "a", "don't", "transformer"])
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_variants(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny bundle with a variant of every precision. Do not change it: copy it."""
+    from tests.trt.variants import add_variant
+    from tfm_export.bundle import Bundle
+    from tfm_export.precision import PRECISIONS
+
+    path = shutil.copytree(tiny_bundle, tmp_path_factory.mktemp("variants") / "tfm_bundle")
+    bundle = Bundle.open(path)
+    for name in PRECISIONS:
+        if name != "fp32":
+            add_variant(bundle, name)
     return path
 
 

@@ -48,6 +48,15 @@ def test_every_cell_is_measured(tiny_bundle: Path, tmp_path: Path) -> None:
     assert text.count(" x  ") == 4
 
 
+def test_a_draft_is_measured_beside_what_it_guesses_for(tiny_variants: Path) -> None:
+    cells = ["--variant", "fp32", "--variant", "fp32+w8", "--rounds", "2", "--batch", "1", "--beam", "1", "--json"]
+    code, text, error = run(str(tiny_variants), *cells, "--tokens", "9")
+    assert code == 0, error
+    state = json.loads(text)
+    assert [loading["backend"] for loading in state["loadings"]] == ["OnnxModel", "SpeculativeModel"]
+    assert [(cell["variant"], cell["tokens"]) for cell in state["cells"]] == [("fp32", 9), ("fp32+w8", 9)]
+
+
 def test_exactly_so_many_tokens_are_decoded(tiny_bundle: Path) -> None:
     code, text, _ = run(str(tiny_bundle), "--rounds", "2", "--batch", "2", "--beam", "1", "--tokens", "7", "--json")
     assert code == 0
@@ -58,6 +67,8 @@ def test_exactly_so_many_tokens_are_decoded(tiny_bundle: Path) -> None:
     ("arguments", "code", "message"),
     [
         (["--variant", "w8"], 1, "has no variant 'w8'; it has fp32"),
+        (["--variant", "fp32+w8"], 1, "has no variant 'w8'; it has fp32"),
+        (["--variant", "fp32+fp32"], 1, "the draft of fp32 must be another variant"),
         (["--plot", "x.gif"], 2, "--plot draws .png, .svg, .pdf, .html, found x.gif"),
         (["-o", "no/such/folder/x.json"], 1, "no/such/folder is not a folder"),
         (["--compare", "missing.json"], 2, "'missing.json' does not exist"),

@@ -241,6 +241,14 @@ def test_tokens_as_they_come(tiny_bundle: Path, expected: dict[str, str]) -> Non
     assert cut.stderr == "line 1: the source was cut to the 64 tokens that the model takes\n"
 
 
+def test_a_draft_changes_no_token(tiny_variants: Path) -> None:
+    plain = run("--bundle", str(tiny_variants), "hello", "parity", "--json", "--beam-size", "1")
+    for draft in ("w8", "int8"):
+        found = run("--bundle", str(tiny_variants), "hello", "parity", "--json", "--beam-size", "1", "--draft", draft)
+        for ours, theirs in zip(found.stdout.splitlines(), plain.stdout.splitlines(), strict=True):
+            assert json.loads(ours)["tokens"] == json.loads(theirs)["tokens"]
+
+
 def test_a_deadline(tiny_bundle: Path) -> None:
     state = json.loads(run(tiny_bundle, "hello", "--deadline", "0", "--json").stdout)
     assert (state["tokens"], state["reason"]) == ([], "deadline")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.trt.conftest import engine_bundle, rtx, tiny_variants, unchanged
+from tests.trt.conftest import engine_bundle, rtx, unchanged
 from tfm_export.bundle import Bundle
 from tfm_export.cli import cli
 from tfm_export.cli import trt as trt_command
@@ -24,7 +24,7 @@ from tfm_export.export import export_bundle
 from tfm_export.precision import PRECISIONS
 from tfm_export.trt import options as trt_options
 
-__all__ = ["engine_bundle", "rtx", "tiny_variants"]
+__all__ = ["engine_bundle", "rtx"]
 Invoke = Callable[..., Result]
 SMALL = ("--flavor", "rtx", "--no-verify", "--max-beam-size", "2", "--max-target-length", "20")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,34 @@ def test_a_closed_model_answers_nothing(tiny_bundle: Path) -> None:
     for request in requests:
         with pytest.raises(RequestError, match="the model is closed"):
             request()
+
+
+def test_a_model_whose_tokens_a_draft_guesses(tiny_variants: Path) -> None:
+    texts = ["hello", "parity", "transformer", "a"]
+    with (
+        tfm_export.load(tiny_variants, threads=1) as plain,
+        tfm_export.load(tiny_variants, draft="w8", threads=1) as model,
+    ):
+        assert model.backend == "fp32 with ONNX Runtime on the CPU, its tokens guessed by w8"
+        for settings in ({}, {"beam_size": 1}, {"beam_size": 1, "max_batch_size": 1}, {"sampling_topk": 5, "seed": 1}):
+            for ours, theirs in zip(model.generate(texts, **settings), plain.generate(texts, **settings), strict=True):
+                assert [h.tokens for h in ours.hypotheses] == [h.tokens for h in theirs.hypotheses]
+        ours, theirs = ([piece.text for piece in m.stream("hello", beam_size=1)] for m in (model, plain))
+        assert ours == theirs
+        model.warm_up()
+    with pytest.raises(RequestError, match="the model is closed"):
+        model.generate("a")
+
+
+def test_the_files_of_a_draft_are_checked(tiny_variants: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(tiny_variants, tmp_path / "bundle")
+    graph = path / "onnx" / "w8" / "decoder_step.onnx"
+    content = bytearray(graph.read_bytes())
+    content[len(content) // 2] ^= 1
+    graph.write_bytes(content)
+    tfm_export.load(path).close()
+    with pytest.raises(BundleError, match=r"w8/decoder_step\.onnx was altered"):
+        tfm_export.load(path, draft="w8")
 
 
 def test_a_bundle_without_tokenizer_takes_ids(copied: Path) -> None:

@@ -17,6 +17,7 @@ from tfm_export.bundle import Bundle, GenerationDefaults, Limits, Manifest, Spec
 from tfm_export.export.variant import dimensions_of, write_fp32_variant
 from tfm_export.runtime.onnx_cuda import OnnxCudaModel
 from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.speculative import SpeculativeModel
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.runtime.tensorrt_model import TensorRTModel
 from tfm_export.runtime.torch_model import TorchModel
@@ -35,6 +36,7 @@ class Backends:
     exact: TorchModel
     tensorrt: TensorRTModel
     onnx_cuda: OnnxCudaModel
+    speculative: SpeculativeModel
     with_engine: Bundle
 
 
@@ -62,18 +64,20 @@ def backends(tmp_path_factory: pytest.TempPathFactory) -> Backends:
         engine = TensorRTModel(with_engine, "emulated")
     with emulated_provider():
         onnx_cuda = OnnxCudaModel(bundle)
+    onnx = OnnxModel(bundle, threads=1)
     return Backends(
         bundle=bundle,
-        onnx=OnnxModel(bundle, threads=1),
+        onnx=onnx,
         torch=TorchModel(model, limits=LIMITS),
         exact=exact,
         tensorrt=engine,
         onnx_cuda=onnx_cuda,
+        speculative=SpeculativeModel(onnx, onnx, {2}),
         with_engine=with_engine,
     )
 
 
-@pytest.fixture(params=["onnx", "torch", "tensorrt", "onnx_cuda"])
+@pytest.fixture(params=["onnx", "torch", "tensorrt", "onnx_cuda", "speculative"])
 def step_model(request: pytest.FixtureRequest, backends: Backends) -> StepModel:
     """Each backend in turn."""
     model: StepModel = getattr(backends, request.param)

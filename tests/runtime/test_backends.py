@@ -136,6 +136,33 @@ def test_auto_is_the_fastest_variant_by_the_speeds_that_the_bundle_records(engin
     assert candidates(engines, variant="auto", device=0)[-1] == GPU  # the provider has no kernels for these
 
 
+def test_a_draft_leaves_onnx_runtime_on_the_cpu(engines: Bundle) -> None:
+    variants = {"fp32": {}, "int8": {"speed": 2.5}, "w8": {"speed": 1.5}, "bf16": {}}
+    engines.manifest = replace(engines.manifest, variants=variants)
+    with gpu_machine():
+        for request in ({}, {"device": "cpu"}, {"backend": "onnxruntime"}, {"variant": "fp32"}):
+            (way,) = candidates(engines, draft="w8", **request)
+            assert way == Candidate(variant="fp32", draft="w8")
+            assert str(way) == "fp32 with ONNX Runtime on the CPU, its tokens guessed by w8"
+        assert candidates(engines, draft="w8", variant="auto") == [Candidate(variant="int8", draft="w8")]
+        for request in ({"device": 0}, {"backend": "tensorrt"}):
+            with pytest.raises(RequestError, match="guesses tokens for ONNX Runtime on the CPU only"):
+                candidates(engines, draft="w8", **request)
+    with pytest.raises(RequestError, match="the draft of int8 must be another variant") as error:
+        candidates(engines, variant="int8", draft="int8")
+    assert error.value.hint == "one of fp32, w8"
+    with pytest.raises(BackendUnavailable, match="CPU provider cannot run bf16"):
+        open_backend(engines, draft="bf16")
+    with pytest.raises(BundleError, match="has no variant 'w4'"):
+        candidates(engines, draft="w4")
+
+
+def test_a_draft_needs_another_variant(plain: Bundle) -> None:
+    with pytest.raises(RequestError, match="must be another variant") as error:
+        open_backend(plain, draft="fp32")
+    assert error.value.hint == "tfm-export quantize makes one"
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [

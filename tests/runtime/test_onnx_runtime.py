@@ -65,7 +65,7 @@ def test_a_few_kinds_of_steps_stay_bound(backends: Backends) -> None:
     for queries in range(2, 12):
         wide = [np.repeat(array, queries, 1) for array in step[:2]]
         sentences.step(*wide, step[2], np.repeat(step[3], queries, 2))
-    assert len(sentences._bound) == 4
+    assert len(sentences._bound) == 8
     again = sentences.step(*step, full=True)
     assert again is not everything
     np.testing.assert_allclose(again.log_probs, everything.log_probs, rtol=0, atol=1e-6)

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from tests.export.conftest import export_configuration
-from tests.trt.variants import add_variant
 from tfm_export.bundle import Bundle
 from tfm_export.engines import EngineRecord
-from tfm_export.precision import PRECISIONS
 from tfm_export.trt.flavor import Flavor, open_flavor
 from tfm_export.trt.options import EngineOptions
 from tfm_export.trt.stage import build_engine
@@ -50,18 +48,6 @@ def rtx() -> Flavor:
     if importlib.util.find_spec("tensorrt_rtx") is None:
         pytest.skip("tensorrt_rtx is not installed: pip install 'tfm-export[rtx]'")
     return open_flavor("rtx")
-
-
-@pytest.fixture(scope="session")
-def tiny_variants(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny bundle with a variant of every precision. Do not change it: copy it."""
-    path = tmp_path_factory.mktemp("variants") / "tfm_bundle"
-    shutil.copytree(tiny_bundle, path)
-    bundle = Bundle.open(path)
-    for name in PRECISIONS:
-        if name != "fp32":
-            add_variant(bundle, name)
-    return path
 
 
 @pytest.fixture

@@ -11,10 +11,11 @@ from typing import Any
 
 from tfm_export.bench.machine import describe
 from tfm_export.bench.process import MeasuredProcess
-from tfm_export.bench.result import BenchResult, Cell, Loading
+from tfm_export.bench.result import BenchResult, Cell, Loading, split_draft
 from tfm_export.bundle import GOLDEN, Bundle
 from tfm_export.errors import BundleError, RequestError
 from tfm_export.precision import PRECISIONS
+from tfm_export.runtime.backends import candidates
 from tfm_export.runtime.threads import usable_cpus
 from tfm_export.verify import read_golden
 
@@ -27,7 +28,8 @@ class BenchOptions:
     """What is measured.
 
     Attributes:
-        variants: precisions; None for all that run on a CPU.
+        variants: precisions; of two as in "fp32+w8", the second guesses the first one's tokens. None for all that run
+            on a CPU, without guesses.
         batches: sentences decoded together.
         beams: hypotheses a sentence.
         tokens: exactly so many a sentence; None lets every sentence end where it ends.
@@ -84,8 +86,9 @@ def bench_bundle(bundle: Bundle, options: BenchOptions, progress: Callable[[str]
         progress: told what begins.
 
     Raises:
+        BackendUnavailable: a variant does not run on a CPU.
         BundleError: it has no such variant, or no golden inputs to decode.
-        RequestError: a variant does not run on a CPU.
+        RequestError: a variant should guess its own tokens.
     """
     variants = _variants(bundle, options)
     if options.sources is None and GOLDEN not in bundle.manifest.files:
@@ -121,9 +124,9 @@ def _variants(bundle: Bundle, options: BenchOptions) -> list[str]:
     if options.variants is None:
         return [name for name in bundle.manifest.variants if PRECISIONS[name].runs_on_cpu]
     for name in options.variants:
-        bundle.variant_path(name)
-        if not PRECISIONS[name].runs_on_cpu:
-            raise RequestError(f"ONNX Runtime's CPU provider has no kernels for {name}")
+        variant, draft = split_draft(name)
+        for way in candidates(bundle, device="cpu", variant=variant, draft=draft):
+            way.check(bundle)
     return list(options.variants)
 
 

@@ -17,12 +17,18 @@ FORMAT_VERSION = 1
 PERCENTILES = (50, 90, 99)
 
 
+def split_draft(variant: str) -> tuple[str, str | None]:
+    """A precision, and the one that guesses its tokens: of "fp32+w8", fp32 and w8."""
+    variant, _, draft = variant.partition("+")
+    return variant, draft or None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loading:
     """What it takes to begin.
 
     Attributes:
-        variant: the precision.
+        variant: the precision; see `split_draft`.
         backend: what runs it.
         provider: what ONNX Runtime really uses, or the engine's name.
         threads: an operator may use.

@@ -99,9 +99,13 @@ def serve(settings: dict[str, Any], start: float) -> None:
         print(json.dumps(fields), file=answers, flush=True)
 
     import tfm_export
+    from tfm_export.bench.result import split_draft
     from tfm_export.decoding import DecodeOptions, generate
 
-    model = tfm_export.load(Path(settings["path"]), variant=settings["variant"], threads=settings["threads"])
+    variant, draft = split_draft(settings["variant"])
+    model = tfm_export.load(
+        Path(settings["path"]), device="cpu", variant=variant, draft=draft, threads=settings["threads"]
+    )
     load_seconds, loaded = time.perf_counter() - start, peak_megabytes()
     sources, special = settings["sources"], model.bundle.manifest.special_ids
     timed = TimedModel(model.step_model)

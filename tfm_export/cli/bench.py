@@ -28,7 +28,12 @@ COLOURS = {"faster": "green", "slower": "red", "same": None}
 
 @click.command("bench")
 @bundle_argument
-@click.option("--variant", "variants", multiple=True, help="A precision; may be given again.  [default: all]")
+@click.option(
+    "--variant",
+    "variants",
+    multiple=True,
+    help="A precision, or one whose tokens another guesses, as in fp32+w8; may be given again.  [default: all]",
+)
 @click.option(
     "--batch",
     "batches",
@@ -97,6 +102,7 @@ def command(
     Example:
       tfm-export bench tfm_bundle -o before.json
       tfm-export bench tfm_bundle --compare before.json --plot speed.png
+      tfm-export bench tfm_bundle --variant fp32 --variant fp32+w8 --batch 1 --beam 1
     """
     if plot is not None and plot.suffix not in FORMATS:
         raise click.UsageError(f"--plot draws {', '.join(FORMATS)}, found {plot.name}")

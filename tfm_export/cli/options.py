@@ -31,6 +31,13 @@ variant_option = click.option(
 )
 """`variant: str | None`."""
 
+draft_option = click.option(
+    "--draft",
+    help="Another precision, which guesses the next tokens of greedy search: the same output sooner, for a few "
+    "sentences at once on a CPU.  [default: none]",
+)
+"""`draft: str | None`."""
+
 backend_option = click.option(
     "--backend",
     type=click.Choice(["auto", "onnxruntime", "tensorrt"]),

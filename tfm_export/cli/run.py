@@ -20,6 +20,7 @@ from tfm_export.cli.job import Job, draw
 from tfm_export.cli.options import (
     backend_option,
     device_option,
+    draft_option,
     force_option,
     json_option,
     threads_option,
@@ -70,6 +71,7 @@ JSON_ONLY = ("return_attention", "return_logits_vocab", "return_scores")  # ther
 @backend_option
 @device_option
 @variant_option
+@draft_option
 @threads_option
 @click.option(
     "--workers",
@@ -95,6 +97,7 @@ def command(
     backend: Backend,
     device: str | None,
     variant: str | None,
+    draft: str | None,
     threads: int | None,
     workers: int | None,
     as_json: bool,
@@ -127,7 +130,12 @@ def command(
     several = not (file is None or from_terminal or stream)
     with ExitStack() as stack:
         loaded = tfm_export.load(
-            path, backend=backend, device=device, variant=variant, threads=threads or (1 if several else None)
+            path,
+            backend=backend,
+            device=device,
+            variant=variant,
+            draft=draft,
+            threads=threads or (1 if several else None),
         )
         model = stack.enter_context(loaded)
         workers = (workers or _idle_cpus(model)) if several else 1

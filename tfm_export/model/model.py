@@ -400,7 +400,11 @@ class Model:
 
 def _files_used(bundle: Bundle, ways: Iterable[Candidate]) -> list[str]:
     """The files of a bundle that ways to run it read: a service waits until their hashes are known."""
-    folders = [f"onnx/{way.variant}/" if way.engine is None else f"engines/{way.engine}/" for way in ways]
+    folders = [
+        folder
+        for way in ways
+        for folder in ([f"onnx/{of}/" for of in way.variants] if way.engine is None else [f"engines/{way.engine}/"])
+    ]
     used = (f"{TOKENIZER}/", *folders)
     return [n for n in bundle.manifest.files if n.startswith(used) and not n.endswith(f"/{GENERATE}")]
 
@@ -411,6 +415,7 @@ def load(
     backend: Backend = "auto",
     device: Device = None,
     variant: str | None = None,
+    draft: str | None = None,
     threads: int | None = None,
     check_hashes: bool = True,
 ) -> Model:
@@ -422,6 +427,8 @@ def load(
         device: the number of a GPU, or "cuda:0", or "cpu", for no other; None for any.
         variant: the precision. None is fp32 with ONNX Runtime, and an engine of any precision. "auto" is the fastest
             that was made for a CPU, by the speeds that the bundle records (`Bundle.fastest_variant`), or an engine.
+        draft: another precision that guesses the next tokens of greedy search and sampling, on a CPU: the same tokens
+            sooner, where a step of a few sentences costs what reading the weights costs. See docs/decoding.md.
         threads: threads to compute with on a CPU; None for the CPUs this process may use.
         check_hashes: read every file that may be used and compare its hash with the manifest's; of all others, and
             otherwise, only sizes are compared.
@@ -433,8 +440,10 @@ def load(
     """
     bundle = Bundle.open(path, check_hashes=False)
     if check_hashes:
-        ways = candidates(bundle, backend=backend, device=device, variant=variant)
+        ways = candidates(bundle, backend=backend, device=device, variant=variant, draft=draft)
         bundle.check(_files_used(bundle, ways))
     tokenizer = load_tokenizer(bundle)
-    chosen, step_model = open_backend(bundle, backend=backend, device=device, variant=variant, threads=threads)
+    chosen, step_model = open_backend(
+        bundle, backend=backend, device=device, variant=variant, draft=draft, threads=threads
+    )
     return Model(bundle, step_model, tokenizer, backend=str(chosen))

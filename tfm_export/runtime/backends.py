@@ -19,6 +19,7 @@ from tfm_export.errors import BackendUnavailable, BundleError, RequestError, Tfm
 from tfm_export.extras import require_onnxruntime
 from tfm_export.precision import PRECISIONS
 from tfm_export.runtime import cuda
+from tfm_export.runtime.speculative import SpeculativeModel
 from tfm_export.runtime.step_model import StepModel
 
 LOG = logging.getLogger(__name__)
@@ -38,17 +39,25 @@ class Candidate:
         variant: the precision.
         gpu: the number of the GPU; None for the CPU.
         engine: the name of the TensorRT engine; None for ONNX Runtime.
+        draft: the precision that guesses the next tokens; None if none does.
     """
 
     variant: str
     gpu: int | None = None
     engine: str | None = None
+    draft: str | None = None
 
     def __str__(self) -> str:
         place = "the CPU" if self.gpu is None else f"GPU {self.gpu}"
-        if self.engine is None:
-            return f"{self.variant} with ONNX Runtime on {place}"
-        return f"the TensorRT engine {self.engine} ({self.variant}) on {place}"
+        if self.engine is not None:
+            return f"the TensorRT engine {self.engine} ({self.variant}) on {place}"
+        drafted = "" if self.draft is None else f", its tokens guessed by {self.draft}"
+        return f"{self.variant} with ONNX Runtime on {place}{drafted}"
+
+    @property
+    def variants(self) -> list[str]:
+        """The precisions whose files it reads: the draft's, too."""
+        return [self.variant] if self.draft is None else [self.variant, self.draft]
 
     def check(self, bundle: Bundle) -> None:
         """Make sure that it can run here, without loading anything large.
@@ -68,12 +77,13 @@ class Candidate:
             check_cuda_provider(self.gpu, variant=self.variant)
         else:
             require_onnxruntime()
-            if not PRECISIONS[self.variant].runs_on_cpu:
-                others = [name for name in bundle.manifest.variants if PRECISIONS[name].runs_on_cpu]
-                raise BackendUnavailable(
-                    f"ONNX Runtime's CPU provider cannot run {self.variant}",
-                    f"a GPU, or another variant: {', '.join(others)}",
-                )
+            for variant in self.variants:
+                if not PRECISIONS[variant].runs_on_cpu:
+                    others = [name for name in bundle.manifest.variants if PRECISIONS[name].runs_on_cpu]
+                    raise BackendUnavailable(
+                        f"ONNX Runtime's CPU provider cannot run {variant}",
+                        f"a GPU, or another variant: {', '.join(others)}",
+                    )
 
     def open(self, bundle: Bundle, *, threads: int | None = None) -> StepModel:
         """Load it; see `check`."""
@@ -87,7 +97,8 @@ class Candidate:
             return OnnxCudaModel(bundle, variant=self.variant, device=self.gpu, threads=threads)
         from tfm_export.runtime.onnx_runtime import OnnxModel
 
-        return OnnxModel(bundle, variant=self.variant, threads=threads)
+        model, *drafts = (OnnxModel(bundle, variant=variant, threads=threads) for variant in self.variants)
+        return SpeculativeModel(model, drafts[0], {bundle.manifest.special_ids.eos}) if drafts else model
 
 
 def open_backend(
@@ -96,6 +107,7 @@ def open_backend(
     backend: Backend = "auto",
     device: Device = None,
     variant: str | None = None,
+    draft: str | None = None,
     threads: int | None = None,
 ) -> tuple[Candidate, StepModel]:
     """Load a bundle on the first backend that runs here.
@@ -105,6 +117,7 @@ def open_backend(
         backend: "onnxruntime" or "tensorrt" for no other; "auto" for any.
         device: the number of a GPU, or "cuda:0", or "cpu", for no other; None for any.
         variant: the precision; see `candidates`.
+        draft: the precision that guesses the next tokens; see `candidates`.
         threads: threads to compute with on the CPU; None for the CPUs this process may use.
 
     Returns:
@@ -116,7 +129,7 @@ def open_backend(
         RequestError: an argument means nothing.
     """
     passed: list[tuple[Candidate, TfmExportError]] = []
-    found = candidates(bundle, backend=backend, device=device, variant=variant)
+    found = candidates(bundle, backend=backend, device=device, variant=variant, draft=draft)
     for candidate in found:
         try:
             candidate.check(bundle)
@@ -132,7 +145,12 @@ def open_backend(
 
 
 def candidates(
-    bundle: Bundle, *, backend: Backend = "auto", device: Device = None, variant: str | None = None
+    bundle: Bundle,
+    *,
+    backend: Backend = "auto",
+    device: Device = None,
+    variant: str | None = None,
+    draft: str | None = None,
 ) -> list[Candidate]:
     """The ways to run a bundle that a request leaves, the first choice first.
 
@@ -147,6 +165,8 @@ def candidates(
         variant: the precision. None is fp32 with ONNX Runtime, and an engine of any. "auto" is an engine of any; with
             ONNX Runtime the fastest variant that was made for a CPU (`Bundle.fastest_variant`), on a GPU fp16 if the
             bundle has it.
+        draft: the precision that guesses the next tokens (see `runtime.speculative`); only ONNX Runtime on the CPU is
+            left then. None if none does.
 
     Raises:
         BackendUnavailable: TensorRT was asked for, and the bundle has no engine.
@@ -155,6 +175,8 @@ def candidates(
     """
     place = _place(device)
     _check_request(bundle, backend, place, variant)
+    if draft is not None:
+        return [_drafted(bundle, backend, place, variant, draft)]
     found: list[Candidate] = []
     if backend != "onnxruntime" and place != "cpu":
         engines = _engines(bundle, variant)
@@ -169,6 +191,21 @@ def candidates(
         on_cpu = bundle.fastest_variant() if variant == "auto" else variant or "fp32"
         found.append(Candidate(variant=on_cpu))
     return found
+
+
+def _drafted(bundle: Bundle, backend: str, place: str | int | None, variant: str | None, draft: str) -> Candidate:
+    """The one way to run a bundle whose tokens a draft guesses."""
+    if backend == "tensorrt" or place not in {None, "cpu"}:
+        raise RequestError("a draft guesses tokens for ONNX Runtime on the CPU only", 'device="cpu", or no draft')
+    bundle.variant_path(draft)
+    on_cpu = bundle.fastest_variant() if variant == "auto" else variant or "fp32"
+    if draft == on_cpu:
+        others = [name for name in bundle.manifest.variants if name != on_cpu and PRECISIONS[name].runs_on_cpu]
+        raise RequestError(
+            f"the draft of {on_cpu} must be another variant, and a faster one",
+            f"one of {', '.join(others)}" if others else "tfm-export quantize makes one",
+        )
+    return Candidate(variant=on_cpu, draft=draft)
 
 
 def survey(

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from tfm_export.bundle import Limits
-from tfm_export.errors import RequestError
+from tfm_export.errors import NumericError, RequestError
 from tfm_export.graph import Dimensions
 from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepModel, StepOutput
 
@@ -67,13 +67,8 @@ class SpeculativeModel:
 
         The draft does the same once it is known that there is something to guess.
         """
-        ids, mask = np.array(source_ids), np.array(source_mask)
-
-        def encode_draft(capacity: int) -> Sentences:
-            return self._draft.encode(ids, mask, capacity=capacity)
-
         sentences = self._model.encode(source_ids, source_mask, capacity=capacity)
-        return SpeculativeSentences(sentences, encode_draft, self._end_ids, self.limits)
+        return SpeculativeSentences(sentences, self._draft, np.array(source_ids), np.array(source_mask), self._end_ids)
 
     def close(self) -> None:
         """Free both models."""
@@ -113,11 +108,11 @@ class _Ahead:
         """What the model said about one of the tokens."""
         return self._selected((slice(None), slice(query, query + 1)))
 
-    def rows(self, rows: Ids) -> _Ahead:
+    def rows(self, rows: list[int]) -> _Ahead:
         """The same of some rows."""
         return _Ahead(self.target_ids[rows], self.write_index[rows], self._selected(rows), self.asked)
 
-    def _selected(self, part: Ids | tuple[slice, slice]) -> StepOutput:
+    def _selected(self, part: list[int] | tuple[slice, slice]) -> StepOutput:
         o = self.output
         optional = (None if array is None else array[part] for array in (o.log_probs, o.log_normaliser, o.attention))
         return StepOutput(o.top_log_probs[part], o.top_ids[part], *optional)
@@ -127,15 +122,12 @@ class SpeculativeSentences:
     """A batch of sentences some of whose next tokens were taken in before anybody asked; see `Sentences`."""
 
     def __init__(
-        self,
-        sentences: Sentences,
-        encode_draft: Callable[[int], Sentences],
-        end_ids: Collection[int],
-        limits: Limits,
+        self, sentences: Sentences, draft: StepModel, source_ids: Ids, source_mask: Mask, end_ids: Collection[int]
     ) -> None:
-        self._sentences, self._end_ids, self._limits = sentences, end_ids, limits
-        self._encode_draft: Callable[[int], Sentences] | None = encode_draft  # None once nothing is guessed any more
-        self._draft: Sentences | None = None
+        self._sentences, self._end_ids = sentences, end_ids
+        self._draft_model: StepModel | None = draft  # None once nothing is guessed any more
+        self._source_ids, self._source_mask = source_ids, source_mask
+        self._draft: Sentences | None = None  # until there is something to guess
         self._paths: list[list[int]] = [[] for _ in range(sentences.size)]  # the token in each slot
         self._drafted = [0] * sentences.size  # how many of these the draft has taken in
         self._ahead: _Ahead | None = None
@@ -155,7 +147,7 @@ class SpeculativeSentences:
         self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, full: bool = False
     ) -> StepOutput:
         """Write Q tokens into the cache and say what may follow each; see `Sentences.step`."""
-        if self._encode_draft is None or not self._go_on(target_ids, positions, write_index, self_mask):
+        if self._draft_model is None or not self._go_on(target_ids, positions, write_index, self_mask):
             self._give_up()
             return self._sentences.step(target_ids, positions, write_index, self_mask, full=full)
         ahead, begin = self._ahead, write_index.tolist()
@@ -166,16 +158,19 @@ class SpeculativeSentences:
         if ahead:
             self._pace.judge(right=ahead.asked - 1, wrong=ahead.left)
         self._ahead, self._drafted = None, list(map(min, self._drafted, begin))
-        if target_ids.shape[1] > 1 or not min(begin):
-            guessed: list[Ids] = []  # a prompt: of beams, whose first step it may be, nothing is guessed
-        elif self.size > MOST_ROWS or self._pace.hopeless:
+        prompt = target_ids.shape[1] > 1 or not min(begin)  # of beams it may be, of which nothing is guessed
+        if not prompt and (self.size > MOST_ROWS or self._pace.hopeless):
             self._give_up()
-            guessed = []
-        else:
-            guessed = self._guess()
-        if not guessed:
-            return self._sentences.step(target_ids, positions, write_index, self_mask, full=full)
-        ids = np.stack([target_ids[:, 0], *guessed], axis=1)
+        elif not prompt:
+            try:
+                if guessed := self._guess():
+                    return self._step_ahead(np.stack([target_ids[:, 0], *guessed], axis=1), write_index, full)
+            except NumericError:  # of the draft, or about a token that nobody asked for
+                self._give_up()
+        return self._sentences.step(target_ids, positions, write_index, self_mask, full=full)
+
+    def _step_ahead(self, ids: Ids, write_index: Ids, full: bool) -> StepOutput:
+        """Take in tokens [B, 1 + L], of which the first were asked about."""
         places = write_index[:, None] + np.arange(ids.shape[1])
         output = self._sentences.step(ids, places, write_index, self._before(places), full=full)
         self._ahead = _Ahead(ids, write_index.copy(), output)
@@ -190,8 +185,13 @@ class SpeculativeSentences:
         *,
         steps: int,
         until: Callable[[list[int]], bool],
-    ) -> None:
-        """Not done: single steps are what is guessed; see `Sentences.step_greedily`."""
+    ) -> tuple[Ids, Floats] | None:
+        """Take several steps; None where they are guessed one by one. See `Sentences.step_greedily`."""
+        if self.size > MOST_ROWS:
+            self._give_up()
+        if self._draft_model is not None:
+            return None
+        return self._sentences.step_greedily(target_ids, positions, write_index, self_mask, steps=steps, until=until)
 
     def grow(self, capacity: int) -> None:
         """Give every row `capacity` slots, keeping what is written and zeroing the rest."""
@@ -213,20 +213,16 @@ class SpeculativeSentences:
         self._sentences.move(source, target)
         if self._draft:
             self._draft.move(source, target)
-        self._paths[target], self._drafted[target] = self._paths[source].copy(), self._drafted[source]
-        if self._ahead:
-            rows = np.arange(self.size)
-            rows[target] = source
-            self._ahead = self._ahead.rows(rows)
+        rows = np.arange(self.size)
+        rows[target] = source
+        self._keep(rows.tolist())
 
     def shrink(self, size: int) -> None:
         """Keep the first `size` rows."""
         self._sentences.shrink(size)
         if self._draft:
             self._draft.shrink(size)
-        del self._paths[size:], self._drafted[size:]
-        if self._ahead:
-            self._ahead = self._ahead.rows(np.arange(size))
+        self._keep([*range(size)])
 
     def read(self, name: str) -> Floats:
         """A copy of a cache or a cross-attention tensor; see `Sentences.read`."""
@@ -263,17 +259,26 @@ class SpeculativeSentences:
 
     def _give_up(self) -> None:
         """Guess nothing any more."""
-        self._encode_draft = self._draft = self._ahead = None
+        self._draft_model = self._draft = self._ahead = None
+
+    def _keep(self, rows: list[int]) -> None:
+        """Have what is known of some rows in the place of what was known of the first ones."""
+        if self._draft_model is None:
+            return
+        self._paths = [self._paths[row].copy() for row in rows]
+        self._drafted = [self._drafted[row] for row in rows]
+        self._source_ids, self._source_mask = self._source_ids[rows], self._source_mask[rows]
+        self._ahead = self._ahead and self._ahead.rows(rows)
 
     def _guess(self) -> list[Ids]:
         """Tokens [B] that may follow, one after the other."""
-        assert self._encode_draft is not None, "asked only where something is guessed"
+        assert self._draft_model is not None, "asked only where something is guessed"
         lengths = [len(path) for path in self._paths]
-        count = self._pace.plan(min(self.capacity, self._limits.max_target_length) - max(lengths))
+        count = self._pace.plan(min(self.capacity, self._draft_model.limits.max_target_length) - max(lengths))
         if not count:
             return []
         if self._draft is None:
-            self._draft = self._encode_draft(self.capacity)
+            self._draft = self._draft_model.encode(self._source_ids, self._source_mask, capacity=self.capacity)
         best = self._catch_up(self._draft, lengths)
         if self._all_end(best.tolist()):
             return []
@@ -298,13 +303,13 @@ class SpeculativeSentences:
     def _catch_up(self, draft: Sentences, lengths: list[int]) -> Ids:
         """Have the draft take in the tokens that it has not, and say the best [B] behind them."""
         most = max(length - drafted for length, drafted in zip(lengths, self._drafted, strict=True))
-        ends, rows = np.array(lengths), np.arange(len(lengths))
+        ends = np.array(lengths)
         begin = np.maximum(ends - most, 0)
-        # Queries beyond a row's last token repeat it; what they write is written over later.
+        # Queries beyond a row's last token repeat it and say what it says; what they write is written over later.
         places = np.minimum(begin[:, None] + np.arange(most), ends[:, None] - 1)
         ids = np.array([[path[i] for i in row] for path, row in zip(self._paths, places.tolist(), strict=True)])
         output = draft.step(ids, places, begin, self._before(places))
-        best: Ids = output.top_ids[rows, ends - 1 - begin, 0]
+        best: Ids = output.top_ids[:, -1, 0]
         return best
 
     def _all_end(self, tokens: list[int]) -> bool:

@@ -1,0 +1,346 @@
+"""A draft changes how many steps the model takes, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.decoding.fake_model import SPECIAL, FakeModel, FakeSentences, Table, random_table
+from tests.runtime.conftest import Backends
+from tests.runtime.drive import FLOOR, Batch, padded
+from tfm_export.decoding import DecodeOptions, Request, Result, generate
+from tfm_export.errors import NumericError, RequestError
+from tfm_export.runtime.speculative import MOST_GUESSES, MOST_ROWS, SpeculativeModel
+from tfm_export.runtime.step_model import StepOutput
+
+V, LONGEST = 7, 60
+SOURCES = [tuple(int(t) for t in np.random.default_rng(i).integers(4, 40, 1 + i % 7)) for i in range(12)]
+
+
+def long_table(seed: int = 0) -> Table:
+    """Targets of some 20 tokens, some much longer."""
+    random = random_table(V, seed)
+
+    def table(source: tuple[int, ...], path: tuple[int, ...]) -> np.ndarray:
+        values = random(source, path).copy()
+        if np.random.default_rng([len(path), len(source)]).random() < 0.8:
+            values[SPECIAL.eos] = -9.0
+        return values - np.logaddexp.reduce(values)
+
+    return table
+
+
+def often_right(probability: float) -> Table:
+    """What the model says, or with what it says of the two best tokens exchanged."""
+    exact = long_table()
+
+    def table(source: tuple[int, ...], path: tuple[int, ...]) -> np.ndarray:
+        values = exact(source, path)
+        if np.random.default_rng([len(path), *path, *source]).random() < probability:
+            return values
+        second, first = np.argsort(values)[-2:]
+        swapped = values.copy()
+        swapped[[first, second]] = values[[second, first]]
+        return swapped
+
+    return table
+
+
+DRAFTS = {"right": often_right(1.0), "mostly": often_right(0.8), "never": often_right(0.0), "other": long_table(seed=9)}
+
+
+def model_of(table: Table, **settings: Any) -> FakeModel:
+    return FakeModel(table, V, V, LONGEST, refill_at=settings.pop("refill_at", 1.0), runs_ahead=True, **settings)
+
+
+def drafted(table: Table, **settings: Any) -> tuple[SpeculativeModel, FakeModel, FakeModel]:
+    model, draft = model_of(long_table(), **settings), model_of(table, **settings)
+    return SpeculativeModel(model, draft, {SPECIAL.eos}), model, draft
+
+
+def answers(results: list[Result]) -> list[Any]:
+    return [
+        ([replace(h, distributions=None) for h in r.hypotheses], r.reason, r.statistics.steps, r.statistics.cache_bytes)
+        for r in results
+    ]
+
+
+OPTIONS = {
+    "alone": DecodeOptions(max_batch_size=1),
+    "a few": DecodeOptions(max_batch_size=MOST_ROWS, return_scores=True),
+    "many": DecodeOptions(max_batch_size=12),
+    "limit": DecodeOptions(max_batch_size=2, max_decoding_length=9),
+    "start": DecodeOptions(max_batch_size=3, start_tokens=[1, 5, 6], target_prefix=[4, 5]),
+    "ends": DecodeOptions(max_batch_size=2, end_token=[2, 4], return_end_token=True),
+    "shortest": DecodeOptions(max_batch_size=2, min_decoding_length=12),
+    "penalty": DecodeOptions(max_batch_size=2, repetition_penalty=1.5, score_change="after_softmax"),
+    "distributions": DecodeOptions(max_batch_size=2, return_logits_vocab=True, max_decoding_length=20),
+    "samples": DecodeOptions(max_batch_size=3, sampling_topk=3, seed=4),
+    "beams": DecodeOptions(beam_size=3, max_batch_size=2, num_hypotheses=3),
+}
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_same_results_whatever_is_guessed(options: str, draft: str, packs: bool) -> None:
+    requests = [Request(source=source) for source in SOURCES]
+    plain = generate(model_of(long_table(), packs=packs), requests, OPTIONS[options], SPECIAL)
+    speculative, model, guesser = drafted(DRAFTS[draft], packs=packs)
+    found = generate(speculative, requests, OPTIONS[options], SPECIAL)
+    assert answers(found) == answers(plain)
+    for one, other in zip(found, plain, strict=True):
+        for ours, theirs in zip(one.hypotheses, other.hypotheses, strict=True):
+            np.testing.assert_array_equal(ours.distributions, theirs.distributions)
+    assert (guesser.encodes == 0) == (options in {"many", "beams"})
+    assert bool(model.runs) == (options == "many")  # which goes ahead as it does without a draft
+
+
+def test_prefixes_of_different_lengths_and_sentences_that_join_later() -> None:
+    prefixes: list[tuple[int, ...]] = [(), (4, 5, 6, 4, 3), (6,)]
+    requests = [Request(source=s, target_prefix=prefixes[i % 3]) for i, s in enumerate(SOURCES)]
+    for refill_at in (0.25, 1.0):
+        for size in (1, 3, 4):
+            options = DecodeOptions(max_batch_size=size)
+            plain = generate(model_of(long_table(), refill_at=refill_at), requests, options, SPECIAL)
+            for table in DRAFTS.values():
+                speculative, *_ = drafted(table, refill_at=refill_at)
+                assert answers(generate(speculative, requests, options, SPECIAL)) == answers(plain)
+
+
+def test_a_good_draft_saves_steps_and_a_bad_one_is_given_up() -> None:
+    """One prompt, then runs of one token and 4, 5, 6, 7, 7 ... guesses; room ends where the cache does."""
+    endless = random_table(5, sharpness=0.0)  # the padding, for ever
+    source, options = Request(source=SOURCES[3]), DecodeOptions(max_decoding_length=50, max_batch_size=1)
+    model, draft = FakeModel(endless, 5, 5, LONGEST), FakeModel(endless, 5, 5, LONGEST, runs_ahead=True)
+    generate(SpeculativeModel(model, draft, {2}), [source], options, SPECIAL)
+    assert model.queries[:4] == [1, 1 + 4, 1 + 5, 4]  # slots 12 to 15, the last of the first 16
+    assert max(model.queries) == 1 + MOST_GUESSES
+    assert sum(model.queries) == 51  # what was asked for, and one guess behind the limit
+    assert model.steps <= 10
+    assert sum(draft.queries) <= 51  # it takes in no token twice
+
+    def wrong(_: tuple[int, ...], path: tuple[int, ...]) -> np.ndarray:
+        return np.where(np.arange(5) == 4, 0.0, -9.0) if path else np.zeros(5)
+
+    model, draft = FakeModel(endless, 5, 5, LONGEST), FakeModel(wrong, 5, 5, LONGEST, runs_ahead=True)
+    result = generate(SpeculativeModel(model, draft, {2}), [source], options, SPECIAL)
+    assert result[0].statistics.steps == model.steps == 50
+    # 4, 3, 2 and 1 guesses, and ever more steps without any between them.
+    assert model.queries == [1, 5, 4, 1, 3, 1, 1, 2] + [1] * 42
+    assert draft.steps == 4 + 3 + 2 + 1
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 6, 9])
+def test_nothing_is_guessed_behind_the_end(tokens: int) -> None:
+    def short(_: tuple[int, ...], path: tuple[int, ...]) -> np.ndarray:
+        best = SPECIAL.eos if len(path) == tokens + 1 else 4
+        return np.where(np.arange(5) == best, -0.1, -9.0)
+
+    model, draft = FakeModel(short, 5, 5, LONGEST), FakeModel(short, 5, 5, LONGEST, runs_ahead=True)
+    (result,) = generate(
+        SpeculativeModel(model, draft, {SPECIAL.eos}), [Request(source=(5,))], DecodeOptions(max_batch_size=1), SPECIAL
+    )
+    assert result.hypotheses[0].tokens == [4] * tokens
+    assert sum(model.queries) == tokens + 1
+    assert sum(draft.queries) <= tokens + 1
+
+
+def test_tokens_are_streamed_and_a_stream_may_be_ended() -> None:
+    for limit in (1, 4, 5, 6, 50):
+        told: list[int] = []
+
+        def listen(tokens: list[Any], told: list[int] = told, limit: int = limit) -> bool:
+            told.extend(token.token for token in tokens)
+            return len(told) >= limit
+
+        request, options = Request(source=SOURCES[5], on_tokens=listen), DecodeOptions(max_batch_size=1)
+        (plain,) = generate(model_of(long_table()), [request], options, SPECIAL)
+        expected, told[:] = told.copy(), []
+        (found,) = generate(drafted(DRAFTS["mostly"])[0], [request], options, SPECIAL)
+        assert (told, found.hypotheses, found.reason) == (expected, plain.hypotheses, plain.reason)
+        assert 0 < len(told) <= limit
+
+
+def test_attention_is_that_of_the_tokens_that_were_asked_about() -> None:
+    requests = [Request(source=source) for source in SOURCES[:6]]
+    options = DecodeOptions(max_batch_size=2, return_attention=True)
+    plain = generate(model_of(long_table(), gives_attention=True), requests, options, SPECIAL)
+    found = generate(drafted(DRAFTS["mostly"], gives_attention=True)[0], requests, options, SPECIAL)
+    for one, other in zip(found, plain, strict=True):
+        assert one.hypotheses[0].tokens == other.hypotheses[0].tokens
+        np.testing.assert_array_equal(one.hypotheses[0].attention, other.hypotheses[0].attention)
+
+
+@pytest.mark.parametrize("broken", ["model", "draft"])
+def test_numbers_that_are_not_finite_count_only_where_they_were_asked_for(broken: str) -> None:
+    """The draft's never do; the model's about guesses do not, either."""
+    request, options = Request(source=SOURCES[3]), DecodeOptions(max_batch_size=1)
+    (plain,) = generate(model_of(long_table()), [request], options, SPECIAL)
+    speculative, model, draft = drafted(DRAFTS["right"])
+    step = FakeSentences.step
+
+    def failing(self: FakeSentences, *arrays: Any, **settings: Any) -> StepOutput:
+        if self.model is draft and broken == "draft" and draft.steps > 5:
+            raise NumericError("of the draft")
+        if self.model is model and broken == "model" and arrays[0].shape[1] > 1 and model.steps > 3:
+            raise NumericError("of some query")
+        return step(self, *arrays, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeSentences, "step", failing)
+        (found,) = generate(speculative, [request], options, SPECIAL)
+    assert answers([found]) == answers([plain])
+
+
+def test_numbers_of_the_model_that_are_not_finite_are_told() -> None:
+    speculative, model, _ = drafted(DRAFTS["right"])
+
+    def broken(*_: object) -> np.ndarray:
+        raise NumericError("of the model")
+
+    model.table = broken
+    with pytest.raises(NumericError):
+        generate(speculative, [Request(source=SOURCES[3])], DecodeOptions(max_batch_size=1), SPECIAL)
+
+
+class Paths:
+    """Two sentences on their way, some of whose tokens the model has taken in before it was asked."""
+
+    def __init__(self, guesses: int = 4) -> None:
+        endless = random_table(5, sharpness=0.0)  # token 0, whatever came before
+        self.model, draft = FakeModel(endless, 5, 5, LONGEST), FakeModel(endless, 5, 5, LONGEST, runs_ahead=True)
+        self.sentences = SpeculativeModel(self.model, draft, {2}).encode(*padded([[5, 6], [7]]), capacity=16)
+        assert self.runs(0) == 1
+        assert self.runs(1) == 1
+        assert self.model.queries == [1, 1 + guesses]
+
+    def runs(self, slot: int, *, token: int = 0, full: bool = False, **changed: np.ndarray) -> int:
+        """Ask about a token of each row; how many steps the model takes for it."""
+        before, size, capacity = self.model.steps, self.sentences.size, self.sentences.capacity
+        arrays = {
+            "target_ids": np.full((size, 1), token),
+            "positions": np.full((size, 1), slot),
+            "write_index": np.full(size, slot),
+            "self_mask": np.broadcast_to(np.arange(capacity) <= slot, (size, 1, 1, capacity)),
+        }
+        output = self.sentences.step(**{**arrays, **changed}, full=full)
+        assert (output.log_probs is not None) == full
+        assert output.top_ids.shape == (size, 1, 5)
+        return self.model.steps - before
+
+
+def test_what_was_taken_in_is_not_taken_in_again() -> None:
+    paths = Paths()
+    assert [paths.runs(slot) for slot in (2, 3, 4, 5)] == [0] * 4
+    assert paths.runs(6) == 1
+    paths.sentences.move(1, 0)
+    paths.sentences.shrink(1)
+    assert paths.runs(7) == 0
+    paths.sentences.grow(20)
+    assert paths.runs(8) == 0
+    assert paths.sentences.pack(np.arange(16)[None], 24)
+    assert paths.runs(9) == 0
+    assert paths.sentences.capacity == 24
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"token": 1},
+        {"full": True},
+        {"slot": 1},
+    ],
+    ids=["token", "log_probs", "slot"],
+)
+def test_whatever_else_is_asked_is_asked_of_the_model(other: dict[str, Any]) -> None:
+    assert Paths().runs(**{"slot": 2, **other}) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"self_mask": np.arange(16) == np.full((2, 1, 1, 1), 2)}, {"positions": np.ones((2, 1), np.int64)}],
+    ids=["mask", "position"],
+)
+def test_what_makes_no_sense_is_asked_of_the_model(other: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError, match="positions"):  # of the fake model, which says what it sees
+        Paths().runs(2, **other)
+
+
+def test_slots_that_take_others_places_are_taken_in_again() -> None:
+    paths = Paths()
+    assert paths.sentences.pack(np.array([[0, 1, 2, 4, 3]] * 2), 16)
+    assert paths.runs(2) == 1
+
+
+def test_rows_that_are_not_as_long_are_guessed_alike() -> None:
+    """The draft takes in what each row lacks, and goes on behind each row's last token."""
+    table = long_table(3)
+    requests = [Request(source=SOURCES[i], target_prefix=(4, 5, 6, 4)[: 3 * i]) for i in range(2)]
+    options = DecodeOptions(max_batch_size=2, max_decoding_length=30)
+    model, draft = (FakeModel(table, V, V, LONGEST, refill_at=1.0, runs_ahead=True) for _ in range(2))
+    results = generate(SpeculativeModel(model, draft, {SPECIAL.eos}), requests, options, SPECIAL)
+    asked = max(result.statistics.steps for result in results)
+    assert asked > 12
+    assert model.steps < asked / 2
+
+
+def test_steps_that_are_no_search_are_the_models_own(backends: Backends) -> None:
+    """Random tokens, with a draft that guesses what greedy search would take, and all that moves rows and slots."""
+    model = backends.speculative
+    batch = Batch(model, backends.exact, [[5, 7, 9, 2], [4, 2], [8, 8, 10, 2]], capacity=12)
+    errors = [batch.step(queries=2), batch.step(), batch.step(), batch.step()]
+    batch.leave(0)
+    errors += [batch.step(), batch.step()]
+    assert batch.pack(20)
+    errors += [batch.step(), batch.step()]
+    batch.sentences.grow(30)
+    errors += [batch.step() for _ in range(4)]
+    batch.forget(0, 2)
+    errors += [batch.step(), batch.step(queries=3)]
+    batch.join([[6, 6, 2]], capacity=30)
+    errors += [batch.step(), batch.step()]
+    assert max(errors) < FLOOR
+
+
+def test_greedy_search_with_a_draft_of_real_graphs(backends: Backends) -> None:
+    """Each query that was guessed says what it says alone, and what the model itself says."""
+    model, alone = SpeculativeModel(backends.onnx, backends.onnx, set()), backends.onnx
+    sources = [[5, 7, 9, 11, 2], [4, 2], [8, 8, 10, 2]]
+    for size in (1, 3):
+        found, plain = (m.encode(*padded(sources[:size]), capacity=40) for m in (model, alone))
+        ids = np.ones((size, 1), np.int64)
+        worst = 0.0
+        for place in range(30):
+            mask = np.zeros((size, 1, 1, 40), np.bool_)
+            mask[..., : place + 1] = True
+            arrays = ids, np.full((size, 1), place), np.full(size, place), mask
+            ours, theirs = found.step(*arrays, full=True), plain.step(*arrays, full=True)
+            assert ours.log_probs is not None
+            assert theirs.log_probs is not None
+            worst = max(worst, float(np.abs(ours.log_probs - theirs.log_probs).max()))
+            ids = theirs.top_ids[:, :, 0].copy()
+        assert worst < FLOOR
+        for name in ("self_key_0", "self_value_2", "cross_key_1"):
+            assert np.abs(found.read(name)[:, :, :30] - plain.read(name)[:, :, :30]).max() < FLOOR
+
+
+def test_what_is_wrong_is_refused_as_by_the_model(backends: Backends) -> None:
+    model = backends.speculative
+    for ids, places, slots, mask in (
+        (np.zeros((2, 1), np.int64), np.zeros((2, 1), np.int64), np.zeros(2, np.int64), np.ones((2, 1, 1, 9), bool)),
+        (np.full((2, 1), 999), np.zeros((2, 1), np.int64), np.zeros(2, np.int64), np.ones((2, 1, 1, 8), bool)),
+        (np.zeros((2, 1), np.int64), np.zeros((2, 1), np.int64), np.full(2, 8), np.ones((2, 1, 1, 8), bool)),
+        (np.zeros(2, np.int64), np.zeros(2, np.int64), np.zeros(2, np.int64), np.ones((2, 1, 1, 8), bool)),
+    ):
+        sentences = model.encode(*padded([[5, 2], [6, 7]]), capacity=8)
+        with pytest.raises(RequestError) as expected:
+            backends.onnx.encode(*padded([[5, 2], [6, 7]]), capacity=8).step(ids, places, slots, mask)
+        with pytest.raises(RequestError) as found:
+            sentences.step(ids, places, slots, mask)
+        assert str(found.value) == str(expected.value)
+    with pytest.raises(RequestError, match="only join a batch of the same model"):
+        sentences.append(backends.onnx.encode(*padded([[5, 2]]), capacity=8))
