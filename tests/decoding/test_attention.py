@@ -48,9 +48,9 @@ def test_every_token_has_the_weights_of_the_step_that_chose_it(
         return_attention=True,
         return_end_token=return_end_token,
         max_batch_size=7,
-        max_decoding_length=9,
+        max_decoding_length=12,
     )
-    model = fake_model()
+    model = fake_model(longest=15)
     requests = [Request(source=s, target_prefix=[4, 5, 4, 6][: i % 5]) for i, s in enumerate(SOURCES)]
     for request, result in zip(requests, generate(model, requests, options, SPECIAL), strict=True):
         for hypothesis in result.hypotheses:

@@ -105,13 +105,13 @@ def test_slots_stay_where_attention_is_kept() -> None:
 
 
 def test_statistics() -> None:
-    model = FakeModel(random_table(), longest=40, packs=False)
-    (result,) = generate(model, [(5,)], DecodeOptions(min_decoding_length=30), SPECIAL)
+    model = FakeModel(random_table(), longest=80, packs=False)
+    (result,) = generate(model, [(5,)], DecodeOptions(min_decoding_length=70), SPECIAL)
     hypothesis = result.hypotheses[0]
     assert result.statistics.steps == len(hypothesis.tokens) + hypothesis.finished
     assert result.statistics.seconds > 0
-    # 2 tensors of 1 layer, 1 head, size 1, 4 bytes, in a capacity that doubled from 16 until it held the target.
-    assert result.statistics.cache_bytes == 2 * 4 * min(64, 41)
+    # 2 tensors of 1 layer, 1 head, size 1, 4 bytes, in a capacity that doubled from 32 until it held the target.
+    assert result.statistics.cache_bytes == 2 * 4 * min(128, 81)
     assert model.grows == 2
 
 

@@ -117,7 +117,7 @@ def test_a_good_draft_saves_steps_and_a_bad_one_is_given_up() -> None:
     source, options = Request(source=SOURCES[3]), DecodeOptions(max_decoding_length=50, max_batch_size=1)
     model, draft = FakeModel(endless, 5, 5, LONGEST), FakeModel(endless, 5, 5, LONGEST, runs_ahead=True)
     generate(SpeculativeModel(model, draft, {2}), [source], options, SPECIAL)
-    assert model.queries[:4] == [1, 1 + 4, 1 + 5, 4]  # slots 12 to 15, the last of the first 16
+    assert model.queries[:6] == [1, 1 + 4, 1 + 5, 1 + 6, 1 + 7, 5]  # slots 27 to 31, the last of the first 32
     assert max(model.queries) == 1 + MOST_GUESSES
     assert sum(model.queries) == 51  # what was asked for, and one guess behind the limit
     assert model.steps <= 10

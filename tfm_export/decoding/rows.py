@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tfm_export.decoding.attention import AttentionHistory
 from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepModel, StepOutput
 
-FIRST_CAPACITY = 16
+FIRST_CAPACITY = 32
 STEPS_AHEAD = 4  # that a row which was packed has room for, at least
 MULTIPLE = 16  # of slots: as long as a vector of numbers
 # A prompt is taken in by pieces such that a step's log_probs [B, Q, V] stay below this many numbers.
