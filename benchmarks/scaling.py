@@ -27,7 +27,7 @@ from benchmarks.work import prepare, reuse
 from benchmarks.worker import Worker, fastest
 
 RESULTS = Path(__file__).parent / "results" / "scaling.json"
-OURS = ("tfm-export", "tfm-export w8", "tfm-export int8")
+OURS = ("tfm-export", "tfm-export fp32+w8", "tfm-export w8", "tfm-export int8")
 STEP_BATCHES = (1, 8)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 LENGTH = 512
@@ -141,7 +141,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.table:
         (reuse if arguments.reuse else prepare)(WORK, say)
-        names = [*OURS, fastest(CTRANSLATE2_BY_TYPE["int8"], WORK, arguments.threads, batch=8, beam=1)]
+        peer = fastest(CTRANSLATE2_BY_TYPE["int8"], WORK, arguments.threads, batch=8, beam=1)
+        names = [*OURS, peer, f"{peer}, 1 thread"]
         quick = (1, 64, BATCHES[:4])
         settings = quick if arguments.quick else (arguments.rounds, arguments.length, BATCHES)
         results = measure(WORK, names, *settings, arguments.threads)
