@@ -27,7 +27,7 @@ from benchmarks.work import prepare, reuse
 from benchmarks.worker import Worker, fastest
 
 RESULTS = Path(__file__).parent / "results" / "scaling.json"
-OURS = ("tfm-export", "tfm-export fp32+w8", "tfm-export w8", "tfm-export int8")
+OURS = ("tfm-export", "tfm-export w8", "tfm-export int8")
 STEP_BATCHES = (1, 8)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 LENGTH = 512
