@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.decoding.fake_model import SPECIAL, FakeModel, random_table
-from tfm_export.decoding import DecodeOptions, generate, rows, score, scoring
+from tfm_export.decoding import DecodeOptions, generate, score, scoring
 from tfm_export.errors import RequestError
 
 SOURCES = [(5,), (6, 7, 8), (9,), (10, 11)]
@@ -15,7 +15,7 @@ TARGETS = [[4, 3], [3, 3, 4, 4, 3], [], [4]]
 
 
 @pytest.mark.parametrize("max_batch_size", [1, 3, 8])
-@pytest.mark.parametrize("largest_step", [1, 30, rows.LARGEST_STEP])
+@pytest.mark.parametrize("largest_step", [1, 30, scoring.LARGEST_STEP])
 @pytest.mark.parametrize("add_end_token", [True, False])
 def test_scores_are_the_tables(
     monkeypatch: pytest.MonkeyPatch, max_batch_size: int, largest_step: int, add_end_token: bool

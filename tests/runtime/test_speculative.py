@@ -181,14 +181,19 @@ def test_numbers_that_are_not_finite_count_only_where_they_were_asked_for(broken
     request, options = Request(source=SOURCES[3]), DecodeOptions(max_batch_size=1)
     (plain,) = generate(model_of(long_table()), [request], options, SPECIAL)
     speculative, model, draft = drafted(DRAFTS["right"])
-    step = FakeSentences.step
+    step, written = FakeSentences.step, {model: [0], draft: [0]}
 
     def failing(self: FakeSentences, *arrays: Any, **settings: Any) -> StepOutput:
         if self.model is draft and broken == "draft" and draft.steps > 5:
             raise NumericError("of the draft")
-        if self.model is model and broken == "model" and arrays[0].shape[1] > 1 and model.steps > 3:
+        output = step(self, *arrays, **settings)
+        written[self.model].append(arrays[2][0] + arrays[0].shape[1])
+        if self.model is model and broken == "model" and len({*arrays[0][0].tolist()}) > 1 and model.steps > 3:
+            self.slots[0, arrays[2][0] + 1 : arrays[2][0] + arrays[0].shape[1]] = np.nan
             raise NumericError("of some query")
-        return step(self, *arrays, **settings)
+        # Attention multiplies what is masked by 0, and 0 * NaN is NaN.
+        assert not np.isnan(self.slots[0, : max(written[self.model])]).any()
+        return output
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeSentences, "step", failing)
@@ -227,9 +232,10 @@ class Paths:
             "write_index": np.full(size, slot),
             "self_mask": np.broadcast_to(np.arange(capacity) <= slot, (size, 1, 1, capacity)),
         }
-        output = self.sentences.step(**{**arrays, **changed}, full=full)
+        arrays |= changed
+        output = self.sentences.step(**arrays, full=full)
         assert (output.log_probs is not None) == full
-        assert output.top_ids.shape == (size, 1, 5)
+        assert output.top_ids.shape == (*arrays["target_ids"].shape, 5)
         return self.model.steps - before
 
 
@@ -242,9 +248,76 @@ def test_what_was_taken_in_is_not_taken_in_again() -> None:
     assert paths.runs(7) == 0
     paths.sentences.grow(20)
     assert paths.runs(8) == 0
-    assert paths.sentences.pack(np.arange(16)[None], 24)
-    assert paths.runs(9) == 0
+    assert paths.sentences.pack(np.arange(9)[None], 24)
     assert paths.sentences.capacity == 24
+    assert [paths.runs(slot) for slot in (9, 10, 11)] == [1, 0, 0]  # slots that were given up hold anything
+
+
+def test_guesses_go_on_behind_what_was_asked_after_a_wrong_one() -> None:
+    """The draft says the same once the search took another token, and is right again."""
+    right = often_right(1.0)
+
+    def wrong_once(source: tuple[int, ...], path: tuple[int, ...]) -> np.ndarray:
+        return right(source, path)[::-1] if len(path) == 4 else right(source, path)
+
+    request, options = Request(source=SOURCES[3]), DecodeOptions(max_batch_size=1, min_decoding_length=25)
+    speculative, model, draft = drafted(wrong_once)
+    (result,) = generate(speculative, [request], options, SPECIAL)
+    # Of the first 4 guesses the third is wrong; then 3, 4, 5 ... are right.
+    assert model.queries[:5] == [1, 5, 4, 5, 6]
+    assert sum(draft.queries) <= result.statistics.steps + 3
+
+
+def test_a_draft_that_always_sees_the_end_is_given_up() -> None:
+    def ending(*_: tuple[int, ...]) -> np.ndarray:
+        return np.where(np.arange(V) == SPECIAL.eos, -0.1, -9.0)
+
+    speculative, model, draft = drafted(ending)
+    options = DecodeOptions(max_batch_size=1, min_decoding_length=40)
+    generate(speculative, [Request(source=SOURCES[3])], options, SPECIAL)
+    assert set(model.queries) == {1}
+    assert draft.queries == [2, 1, 2, 3]  # no token twice
+
+
+def test_long_batches_go_ahead_behind_short_ones_that_were_guessed() -> None:
+    sources = [Request(source=(4,) * 50)] + [Request(source=source) for source in SOURCES]
+    speculative, model, draft = drafted(DRAFTS["right"])
+    generate(speculative, sources, DecodeOptions(max_batch_size=12), SPECIAL)
+    assert draft.encodes == 1
+    assert model.runs
+
+
+@pytest.mark.parametrize("error", [RequestError("the model is closed"), MemoryError("of the draft")])
+@pytest.mark.parametrize("when", ["encode", "step", "grow", "shrink"])
+def test_a_draft_that_fails_costs_no_answer(when: str, error: Exception) -> None:
+    requests, options = [Request(source=s) for s in SOURCES[:4]], DecodeOptions(max_batch_size=4)
+    plain = generate(model_of(long_table(), packs=False), requests, options, SPECIAL)
+    speculative, _, draft = drafted(DRAFTS["mostly"], packs=False)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        if when == "encode":
+            patch.setattr(draft, "encode", fail)
+        else:
+            method = getattr(FakeSentences, when)
+
+            def unless_of_draft(self: FakeSentences, *arguments: Any, **settings: Any) -> Any:
+                return fail() if self.model is draft else method(self, *arguments, **settings)
+
+            patch.setattr(FakeSentences, when, unless_of_draft)
+        found = generate(speculative, requests, options, SPECIAL)
+    assert answers(found) == answers(plain)
+
+
+def test_a_prompt_that_is_long_for_the_vocabulary_is_not_guessed_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfm_export.runtime.speculative.LARGEST_STEP", 6 * V)
+    for prefix, encodes in ((4, 1), (5, 0)):  # and the start token, and the first that was asked about
+        speculative, _, draft = drafted(DRAFTS["right"])
+        request = Request(source=SOURCES[3], target_prefix=(4,) * prefix)
+        generate(speculative, [request], DecodeOptions(max_batch_size=1), SPECIAL)
+        assert draft.encodes == encodes
 
 
 @pytest.mark.parametrize(
@@ -253,8 +326,13 @@ def test_what_was_taken_in_is_not_taken_in_again() -> None:
         {"token": 1},
         {"full": True},
         {"slot": 1},
+        {
+            "target_ids": np.zeros((2, 2), np.int64),
+            "positions": np.array([[2, 3]] * 2),
+            "self_mask": np.arange(16) <= np.array([[[[2], [3]]]] * 2),
+        },
     ],
-    ids=["token", "log_probs", "slot"],
+    ids=["token", "log_probs", "slot", "two tokens"],
 )
 def test_whatever_else_is_asked_is_asked_of_the_model(other: dict[str, Any]) -> None:
     assert Paths().runs(**{"slot": 2, **other}) == 1

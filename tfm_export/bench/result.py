@@ -19,8 +19,8 @@ PERCENTILES = (50, 90, 99)
 
 def split_draft(variant: str) -> tuple[str, str | None]:
     """A precision, and the one that guesses its tokens: of "fp32+w8", fp32 and w8."""
-    variant, _, draft = variant.partition("+")
-    return variant, draft or None
+    variant, plus, draft = variant.partition("+")
+    return variant, draft if plus else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,13 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfm_export.decoding.attention import AttentionHistory
-from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepModel, StepOutput
+from tfm_export.runtime.step_model import LARGEST_STEP, Floats, Ids, Mask, Sentences, StepModel, StepOutput
 
 FIRST_CAPACITY = 32
 STEPS_AHEAD = 4  # that a row which was packed has room for, at least
 MULTIPLE = 16  # of slots: as long as a vector of numbers
-# A prompt is taken in by pieces such that a step's log_probs [B, Q, V] stay below this many numbers.
-LARGEST_STEP = 1 << 24
 
 
 class Rows:
@@ -49,7 +47,7 @@ class Rows:
         self._capacity = FIRST_CAPACITY
         self._prompts: list[list[int]] = []
         self._prompting = self._left = False
-        self._goes_ahead = history is None  # until the backend says that it does not
+        self._goes_ahead = False  # with this batch, until the backend says that it does not
         self._ids: Ids = np.zeros((0, width), np.int64)
         self._positions: Ids = np.zeros((0, width), np.int64)
         self._write_index: Ids = np.zeros(0, np.int64)
@@ -211,6 +209,7 @@ class Rows:
             pad: fills shorter sources.
         """
         if not self.size:
+            self._goes_ahead = self._history is None
             self._capacity = max(FIRST_CAPACITY, max(map(len, prompts)) + self.width)
         first = self.size
         ids, mask = padded(sources, pad)

@@ -9,9 +9,9 @@ import numpy as np
 from tfm_export.bundle import SpecialIds
 from tfm_export.decoding.engine import ids_beyond, source_problems
 from tfm_export.decoding.result import are_ids
-from tfm_export.decoding.rows import LARGEST_STEP, padded
+from tfm_export.decoding.rows import padded
 from tfm_export.errors import RequestError
-from tfm_export.runtime.step_model import Floats, Ids, StepModel
+from tfm_export.runtime.step_model import LARGEST_STEP, Floats, Ids, StepModel
 
 
 def score(
@@ -26,7 +26,7 @@ def score(
     """How likely targets are.
 
     Several tokens are scored a step, under a causal mask; so few that a step's log_probs stay below
-    `rows.LARGEST_STEP` numbers, however long the targets are.
+    `LARGEST_STEP` numbers, however long the targets are.
 
     Args:
         model: what runs the steps.

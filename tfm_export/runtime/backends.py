@@ -82,7 +82,7 @@ class Candidate:
                     others = [name for name in bundle.manifest.variants if PRECISIONS[name].runs_on_cpu]
                     raise BackendUnavailable(
                         f"ONNX Runtime's CPU provider cannot run {variant}",
-                        f"a GPU, or another variant: {', '.join(others)}",
+                        f"{'a GPU, or ' if self.draft is None else ''}another variant: {', '.join(others)}",
                     )
 
     def open(self, bundle: Bundle, *, threads: int | None = None) -> StepModel:

@@ -14,23 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
 from tfm_export.bundle import Limits
 from tfm_export.errors import NumericError, RequestError
 from tfm_export.graph import Dimensions
-from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepModel, StepOutput
+from tfm_export.runtime.checks import check_step_arrays
+from tfm_export.runtime.step_model import LARGEST_STEP, Floats, Ids, Mask, Sentences, StepModel, StepOutput
 
 MOST_ROWS = 4  # of a batch that is guessed: with more, arithmetic costs more than reading the weights
 MOST_GUESSES = 7
 FIRST_GUESSES = 4
 LONGEST_REST = 4  # steps without guesses; if then none is right either, there are no more
-
-
-class _Model(StepModel, Protocol):
-    def with_attention(self) -> StepModel: ...
+_CANNOT = NumericError, RequestError, MemoryError  # what keeps a draft from guessing, and no request from its answer
 
 
 class SpeculativeModel:
@@ -55,12 +53,12 @@ class SpeculativeModel:
         self.limits: Limits = model.limits
         self.gives_attention: bool = model.gives_attention
         self.refill_at: float = model.refill_at
-        self.threads: int = getattr(model, "threads", 0)
+        self.threads: int | None = getattr(model, "threads", None)
 
     def with_attention(self) -> SpeculativeModel:
         """The same with steps that give attention; see the model's own method."""
-        model: _Model = self._model  # type: ignore[assignment]
-        return SpeculativeModel(model.with_attention(), self._draft, self._end_ids)
+        model = self._model.with_attention()  # type: ignore[attr-defined] # asked only of models that have it
+        return SpeculativeModel(model, self._draft, self._end_ids)
 
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> SpeculativeSentences:
         """Run the encoder on a padded batch and set up its caches; see `StepModel.encode`.
@@ -92,16 +90,12 @@ class _Ahead:
     output: StepOutput
     asked: int = 1
 
-    @property
-    def left(self) -> int:
-        return int(self.target_ids.shape[1]) - self.asked
-
-    def goes_on_with(self, target_ids: Ids, write_index: Ids) -> bool:
-        """Whether these are the tokens that come next."""
+    def goes_on_with(self, target_ids: Ids, write_index: Ids, full: bool) -> bool:
+        """Whether these are the tokens that come next, and all that is wanted is there."""
         return (
-            self.left > 0
-            and np.array_equal(self.target_ids[:, self.asked], target_ids[:, 0])
+            np.array_equal(self.target_ids[:, self.asked : self.asked + 1], target_ids)
             and np.array_equal(self.write_index + self.asked, write_index)
+            and (self.output.log_probs is not None or not full)
         )
 
     def output_of(self, query: int) -> StepOutput:
@@ -113,9 +107,8 @@ class _Ahead:
         return _Ahead(self.target_ids[rows], self.write_index[rows], self._selected(rows), self.asked)
 
     def _selected(self, part: list[int] | tuple[slice, slice]) -> StepOutput:
-        o = self.output
-        optional = (None if array is None else array[part] for array in (o.log_probs, o.log_normaliser, o.attention))
-        return StepOutput(o.top_log_probs[part], o.top_ids[part], *optional)
+        fields: dict[str, Any] = {n: array if array is None else array[part] for n, array in vars(self.output).items()}
+        return StepOutput(**fields)
 
 
 class SpeculativeSentences:
@@ -147,32 +140,39 @@ class SpeculativeSentences:
         self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, full: bool = False
     ) -> StepOutput:
         """Write Q tokens into the cache and say what may follow each; see `Sentences.step`."""
-        if self._draft_model is None or not self._go_on(target_ids, positions, write_index, self_mask):
+        if self._draft_model is None:
+            return self._sentences.step(target_ids, positions, write_index, self_mask, full=full)
+        check_step_arrays(target_ids, positions, write_index, self_mask, size=self.size, capacity=self.capacity)
+        if not self._go_on(positions, write_index, self_mask):
             self._give_up()
             return self._sentences.step(target_ids, positions, write_index, self_mask, full=full)
         ahead, begin = self._ahead, write_index.tolist()
-        self._follow(target_ids, begin)
-        if ahead and ahead.goes_on_with(target_ids, write_index) and (ahead.output.log_probs is not None or not full):
+        for row, ids in enumerate(target_ids.tolist()):
+            self._paths[row][begin[row] :] = ids
+        if ahead and ahead.goes_on_with(target_ids, write_index, full):
             ahead.asked += 1
             return ahead.output_of(ahead.asked - 1)
         if ahead:
-            self._pace.judge(right=ahead.asked - 1, wrong=ahead.left)
+            self._pace.judge(right=ahead.asked - 1, wrong=ahead.target_ids.shape[1] - ahead.asked)
         self._ahead, self._drafted = None, list(map(min, self._drafted, begin))
-        prompt = target_ids.shape[1] > 1 or not min(begin)  # of beams it may be, of which nothing is guessed
-        if not prompt and (self.size > MOST_ROWS or self._pace.hopeless):
-            self._give_up()
-        elif not prompt:
-            try:
-                if guessed := self._guess():
-                    return self._step_ahead(np.stack([target_ids[:, 0], *guessed], axis=1), write_index, full)
-            except NumericError:  # of the draft, or about a token that nobody asked for
-                self._give_up()
-        return self._sentences.step(target_ids, positions, write_index, self_mask, full=full)
+        # The first step of a row is its prompt, which may be that of beams: of these nothing is guessed.
+        guessed = self._guess() if target_ids.shape[1] == 1 and min(begin) else []
+        if not guessed:
+            return self._sentences.step(target_ids, positions, write_index, self_mask, full=full)
+        return self._step_ahead(np.stack([target_ids[:, 0], *guessed], axis=1), write_index, full)
 
     def _step_ahead(self, ids: Ids, write_index: Ids, full: bool) -> StepOutput:
         """Take in tokens [B, 1 + L], of which the first were asked about."""
         places = write_index[:, None] + np.arange(ids.shape[1])
-        output = self._sentences.step(ids, places, write_index, self._before(places), full=full)
+        try:
+            output = self._sentences.step(ids, places, write_index, self._before(places), full=full)
+        except NumericError:
+            # Perhaps of a guess that nobody asks about. What it wrote may not be finite, and masked slots must be: the
+            # tokens that were asked about are written there, too.
+            self._give_up()
+            ids, places = (np.repeat(array[:, :1], array.shape[1], axis=1) for array in (ids, places))
+            output = self._sentences.step(ids, places, write_index, self._before(places), full=full)
+            return _Ahead(ids, write_index, output).output_of(0)
         self._ahead = _Ahead(ids, write_index.copy(), output)
         return self._ahead.output_of(0)
 
@@ -190,29 +190,27 @@ class SpeculativeSentences:
         if self.size > MOST_ROWS:
             self._give_up()
         if self._draft_model is not None:
-            return None
+            return None  # single steps are what is guessed
         return self._sentences.step_greedily(target_ids, positions, write_index, self_mask, steps=steps, until=until)
 
     def grow(self, capacity: int) -> None:
         """Give every row `capacity` slots, keeping what is written and zeroing the rest."""
         self._sentences.grow(capacity)
-        if self._draft:
-            self._draft.grow(capacity)
+        self._have_draft(lambda draft: draft.grow(capacity))
 
     def pack(self, slots: Ids, capacity: int) -> bool:
         """Keep some slots of each row; see `Sentences.pack`."""
         if not self._sentences.pack(slots, capacity):
             return False
-        stay = bool((slots == np.arange(slots.shape[1])).all())
-        if not stay or (self._draft and not self._draft.pack(slots, capacity)):
-            self._give_up()
+        kept = slots.shape[1]
+        self._ahead, self._drafted = None, [min(drafted, kept) for drafted in self._drafted]
+        self._have_draft(lambda draft: draft.pack(slots, capacity))
         return True
 
     def move(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`."""
         self._sentences.move(source, target)
-        if self._draft:
-            self._draft.move(source, target)
+        self._have_draft(lambda draft: draft.move(source, target))
         rows = np.arange(self.size)
         rows[target] = source
         self._keep(rows.tolist())
@@ -220,8 +218,7 @@ class SpeculativeSentences:
     def shrink(self, size: int) -> None:
         """Keep the first `size` rows."""
         self._sentences.shrink(size)
-        if self._draft:
-            self._draft.shrink(size)
+        self._have_draft(lambda draft: draft.shrink(size))
         self._keep([*range(size)])
 
     def read(self, name: str) -> Floats:
@@ -237,10 +234,8 @@ class SpeculativeSentences:
 
     # What is known of each row, and what the draft knows.
 
-    def _go_on(self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask) -> bool:
+    def _go_on(self, positions: Ids, write_index: Ids, self_mask: Mask) -> bool:
         """Whether every query goes on from all that its row has before it, as it does but for beams."""
-        if positions.shape != target_ids.shape or target_ids.ndim != 2 or write_index.shape != (self.size,):
-            return False
         return (
             np.array_equal(positions[:, 0], write_index)
             and all(0 <= begin <= len(path) for begin, path in zip(write_index.tolist(), self._paths, strict=True))
@@ -252,10 +247,13 @@ class SpeculativeSentences:
         mask: Mask = np.arange(self.capacity) <= positions[:, None, :, None]
         return mask
 
-    def _follow(self, target_ids: Ids, begin: list[int]) -> None:
-        """Note the tokens that were asked about."""
-        for row, ids in enumerate(target_ids.tolist()):
-            self._paths[row][begin[row] :] = ids
+    def _have_draft(self, act: Callable[[Sentences], object]) -> None:
+        """Have the draft do what the model has done; if it cannot, do without."""
+        try:
+            if self._draft is not None and act(self._draft) is False:
+                self._give_up()
+        except _CANNOT:
+            self._give_up()
 
     def _give_up(self) -> None:
         """Guess nothing any more."""
@@ -274,15 +272,29 @@ class SpeculativeSentences:
         """Tokens [B] that may follow, one after the other."""
         assert self._draft_model is not None, "asked only where something is guessed"
         lengths = [len(path) for path in self._paths]
-        count = self._pace.plan(min(self.capacity, self._draft_model.limits.max_target_length) - max(lengths))
-        if not count:
+        numbers = self.size * self._behind(lengths) * self._draft_model.dimensions.target_vocabulary_size
+        if self.size > MOST_ROWS or numbers > LARGEST_STEP or self._pace.hopeless:
+            self._give_up()
             return []
+        count = self._pace.plan(min(self.capacity, self._draft_model.limits.max_target_length) - max(lengths))
+        if count < 1:
+            return []
+        try:
+            guessed = self._guesses(self._draft_model, lengths, count)
+        except _CANNOT:
+            self._give_up()
+            return []
+        if not guessed:
+            self._pace.judge(right=0, wrong=1)
+        return guessed
+
+    def _guesses(self, model: StepModel, lengths: list[int], count: int) -> list[Ids]:
         if self._draft is None:
-            self._draft = self._draft_model.encode(self._source_ids, self._source_mask, capacity=self.capacity)
+            self._draft = model.encode(self._source_ids, self._source_mask, capacity=self.capacity)
         best = self._catch_up(self._draft, lengths)
+        self._drafted = lengths
         if self._all_end(best.tolist()):
             return []
-        self._drafted = lengths
         if count == 1:
             return [best]
         places = np.array(lengths)
@@ -300,17 +312,19 @@ class SpeculativeSentences:
         self._drafted = [length + len(tokens) for length in lengths]
         return [best, *(tokens[:-1] if self._all_end(tokens[-1].tolist()) else tokens)]
 
+    def _behind(self, lengths: list[int]) -> int:
+        """How many tokens of a row the draft has not taken in, at most."""
+        return max(length - drafted for length, drafted in zip(lengths, self._drafted, strict=True))
+
     def _catch_up(self, draft: Sentences, lengths: list[int]) -> Ids:
         """Have the draft take in the tokens that it has not, and say the best [B] behind them."""
-        most = max(length - drafted for length, drafted in zip(lengths, self._drafted, strict=True))
-        ends = np.array(lengths)
+        most, ends = self._behind(lengths), np.array(lengths)
         begin = np.maximum(ends - most, 0)
         # Queries beyond a row's last token repeat it and say what it says; what they write is written over later.
         places = np.minimum(begin[:, None] + np.arange(most), ends[:, None] - 1)
         ids = np.array([[path[i] for i in row] for path, row in zip(self._paths, places.tolist(), strict=True)])
         output = draft.step(ids, places, begin, self._before(places))
-        best: Ids = output.top_ids[:, -1, 0]
-        return best
+        return output.top_ids[:, -1, 0].copy()  # the next step may write over it
 
     def _all_end(self, tokens: list[int]) -> bool:
         return all(token in self._end_ids for token in tokens)
@@ -320,12 +334,13 @@ class _Pace:
     """How many tokens to guess: more while guesses are right, fewer when they are not, and none for a while.
 
     Attributes:
-        hopeless: so many were wrong in a row that there should be no more.
+        hopeless: so many first guesses were wrong, one after the other, that there should be no more.
     """
 
     def __init__(self) -> None:
         self.hopeless = False
-        self._most, self._rest, self._pause = FIRST_GUESSES, 0, 0
+        self._most = FIRST_GUESSES
+        self._rest, self._next_rest = 0, 0  # steps without guesses: still to come, and after the next wrong first guess
 
     def plan(self, room: int) -> int:
         """How many tokens to guess now, of so many that there is room for."""
@@ -346,7 +361,7 @@ class _Pace:
         else:
             self._most = max(self._most - 1, 1)
         if right:
-            self._pause = 0
+            self._next_rest = 0
         else:
-            self.hopeless = self._pause == LONGEST_REST
-            self._rest, self._pause = self._pause, max(2 * self._pause, 1)
+            self.hopeless = self._next_rest == LONGEST_REST
+            self._rest, self._next_rest = self._next_rest, max(2 * self._next_rest, 1)

@@ -20,6 +20,9 @@ Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Floats = NDArray[np.float32]
 
+# A prompt is taken in by pieces such that a step's log_probs [B, Q, V] stay below this many numbers.
+LARGEST_STEP = 1 << 24
+
 
 @dataclass(frozen=True)
 class StepOutput:
