@@ -69,6 +69,7 @@ def test_exactly_so_many_tokens_are_decoded(tiny_bundle: Path) -> None:
         (["--variant", "w8"], 1, "has no variant 'w8'; it has fp32"),
         (["--variant", "fp32+w8"], 1, "has no variant 'w8'; it has fp32"),
         (["--variant", "fp32+fp32"], 1, "the draft of fp32 must be another variant"),
+        (["--variant", "fp32+"], 1, "has no variant ''"),
         (["--plot", "x.gif"], 2, "--plot draws .png, .svg, .pdf, .html, found x.gif"),
         (["-o", "no/such/folder/x.json"], 1, "no/such/folder is not a folder"),
         (["--compare", "missing.json"], 2, "'missing.json' does not exist"),

@@ -247,6 +247,9 @@ def test_a_draft_changes_no_token(tiny_variants: Path) -> None:
         found = run("--bundle", str(tiny_variants), "hello", "parity", "--json", "--beam-size", "1", "--draft", draft)
         for ours, theirs in zip(found.stdout.splitlines(), plain.stdout.splitlines(), strict=True):
             assert json.loads(ours)["tokens"] == json.loads(theirs)["tokens"]
+    refused = run("--bundle", str(tiny_variants), "hello", "--beam-size", "3", "--draft", "w8")
+    assert refused.exit_code == 2
+    assert "--draft guesses for one beam, and there are 3: --beam-size 1" in refused.stderr
 
 
 def test_a_deadline(tiny_bundle: Path) -> None:

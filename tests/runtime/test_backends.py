@@ -151,8 +151,9 @@ def test_a_draft_leaves_onnx_runtime_on_the_cpu(engines: Bundle) -> None:
     with pytest.raises(RequestError, match="the draft of int8 must be another variant") as error:
         candidates(engines, variant="int8", draft="int8")
     assert error.value.hint == "one of fp32, w8"
-    with pytest.raises(BackendUnavailable, match="CPU provider cannot run bf16"):
+    with pytest.raises(BackendUnavailable, match="CPU provider cannot run bf16") as error:
         open_backend(engines, draft="bf16")
+    assert error.value.hint == "another variant: fp32, int8, w8"
     with pytest.raises(BundleError, match="has no variant 'w4'"):
         candidates(engines, draft="w4")
 

@@ -33,8 +33,8 @@ variant_option = click.option(
 
 draft_option = click.option(
     "--draft",
-    help="Another precision, which guesses the next tokens of greedy search: the same output sooner, for a few "
-    "sentences at once on a CPU.  [default: none]",
+    help="Another precision, which guesses the next tokens of greedy search and sampling: the same output sooner, for "
+    "up to 4 texts at once on a CPU.  [default: none]",
 )
 """`draft: str | None`."""
 

@@ -115,6 +115,7 @@ def command(
       tfm-export run "some text" --beam-size 4 --n-best 2
       tfm-export run my_bundle --json < lines.txt > results.jsonl
       tfm-export run my_bundle --inputs lines.txt --output targets.txt
+      tfm-export run "some text" --beam-size 1 --draft w8
       tfm-export run "some text" --attention alignment.png
     """
     path, texts = split_arguments(arguments, bundle)
@@ -142,6 +143,8 @@ def command(
         if not ids and model.tokenizer is None:
             raise RequestError(f"{path} has no tokenizer: it takes ids, not text", "--ids")
         options = model.decode_options(**fields)
+        if draft is not None and options.beam_size > 1:
+            raise click.UsageError(f"--draft guesses for one beam, and there are {options.beam_size}: --beam-size 1")
         call = {"options": options, "long_source": long_source, "deadline": deadline}
         job = Job(model=model, call=call, ids=ids, as_json=as_json, numbered=options.num_hypotheses > 1)
         lines = iter(texts) if file is None else read_lines(file)

@@ -427,8 +427,9 @@ def load(
         device: the number of a GPU, or "cuda:0", or "cpu", for no other; None for any.
         variant: the precision. None is fp32 with ONNX Runtime, and an engine of any precision. "auto" is the fastest
             that was made for a CPU, by the speeds that the bundle records (`Bundle.fastest_variant`), or an engine.
-        draft: another precision that guesses the next tokens of greedy search and sampling, on a CPU: the same tokens
-            sooner, where a step of a few sentences costs what reading the weights costs. See docs/decoding.md.
+        draft: another precision that guesses the next tokens of greedy search and sampling: the same tokens sooner,
+            where a step of up to 4 sentences costs what reading the weights costs. Only the CPU is left then. See
+            docs/decoding.md.
         threads: threads to compute with on a CPU; None for the CPUs this process may use.
         check_hashes: read every file that may be used and compare its hash with the manifest's; of all others, and
             otherwise, only sizes are compared.
