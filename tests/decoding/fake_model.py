@@ -35,6 +35,19 @@ def random_table(vocabulary: int = 5, seed: int = 0, sharpness: float = 2.0) -> 
     return table
 
 
+def long_table(vocabulary: int = 7, seed: int = 0) -> Table:
+    """Targets of some 20 tokens, some much longer."""
+    random = random_table(vocabulary, seed)
+
+    def table(source: tuple[int, ...], path: tuple[int, ...]) -> np.ndarray:
+        values = random(source, path).copy()
+        if np.random.default_rng([len(path), len(source)]).random() < 0.7:
+            values[SPECIAL.eos] = -9.0
+        return values - np.logaddexp.reduce(values)
+
+    return table
+
+
 def attended(source: tuple[int, ...], path: tuple[int, ...]) -> Floats:
     """What the last token of a path attends to: weights for every source token."""
     generator = np.random.default_rng(zlib.crc32(repr((path, source)).encode()))

@@ -9,25 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.decoding.fake_model import SPECIAL, FakeModel, FakeSentences, Table, random_table
+from tests.decoding.fake_model import SPECIAL, FakeModel, FakeSentences, long_table, random_table
 from tfm_export.decoding import DecodeOptions, Hypothesis, Request, Result, generate
 from tfm_export.decoding.result import Reason
 
 SOURCES = [tuple(int(t) for t in np.random.default_rng(i).integers(4, 40, 1 + i % 7)) for i in range(20)]
 Answer = tuple[list[Hypothesis], Reason, int, int]
-
-
-def long_table(vocabulary: int = 7, seed: int = 0) -> Table:
-    """Targets of some 20 tokens, some much longer."""
-    random = random_table(vocabulary, seed)
-
-    def table(source: tuple[int, ...], path: tuple[int, ...]) -> np.ndarray:
-        values = random(source, path).copy()
-        if np.random.default_rng([len(path), len(source)]).random() < 0.7:
-            values[SPECIAL.eos] = -9.0
-        return values - np.logaddexp.reduce(values)
-
-    return table
 
 
 def answers(results: list[Result]) -> list[Answer]:

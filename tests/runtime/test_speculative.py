@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.decoding.fake_model import SPECIAL, FakeModel, FakeSentences, Table, random_table
+from tests.decoding.fake_model import SPECIAL, FakeModel, FakeSentences, Table, long_table, random_table
 from tests.runtime.conftest import Backends
 from tests.runtime.drive import FLOOR, Batch, padded
 from tfm_export.decoding import DecodeOptions, Request, Result, generate
@@ -18,19 +18,6 @@ from tfm_export.runtime.step_model import StepOutput
 
 V, LONGEST = 7, 60
 SOURCES = [tuple(int(t) for t in np.random.default_rng(i).integers(4, 40, 1 + i % 7)) for i in range(12)]
-
-
-def long_table(seed: int = 0) -> Table:
-    """Targets of some 20 tokens, some much longer."""
-    random = random_table(V, seed)
-
-    def table(source: tuple[int, ...], path: tuple[int, ...]) -> np.ndarray:
-        values = random(source, path).copy()
-        if np.random.default_rng([len(path), len(source)]).random() < 0.8:
-            values[SPECIAL.eos] = -9.0
-        return values - np.logaddexp.reduce(values)
-
-    return table
 
 
 def often_right(probability: float) -> Table:
@@ -356,7 +343,7 @@ def test_slots_that_take_others_places_are_taken_in_again() -> None:
 
 def test_rows_that_are_not_as_long_are_guessed_alike() -> None:
     """The draft takes in what each row lacks, and goes on behind each row's last token."""
-    table = long_table(3)
+    table = long_table(seed=3)
     requests = [Request(source=SOURCES[i], target_prefix=(4, 5, 6, 4)[: 3 * i]) for i in range(2)]
     options = DecodeOptions(max_batch_size=2, max_decoding_length=30)
     model, draft = (FakeModel(table, V, V, LONGEST, refill_at=1.0, runs_ahead=True) for _ in range(2))
