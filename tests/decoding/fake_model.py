@@ -85,7 +85,7 @@ class FakeModel:
         self.runs: list[int] = []
         self.asked_to_run = 0
         self.table, self.encodes, self.steps, self.full_steps = table, 0, 0, 0
-        self.moves, self.grows, self.packings, self.rows_stepped = 0, 0, 0, 0
+        self.moves, self.grows, self.packings, self.appends, self.rows_stepped = 0, 0, 0, 0, 0
         self.queries: list[int] = []
         self._dimensions = Dimensions(
             source_vocabulary_size=50,
@@ -230,6 +230,7 @@ class FakeSentences:
 
     def append(self, other: Sentences) -> None:
         assert isinstance(other, FakeSentences)
+        self.model.appends += 1
         fresh = np.full((other.size, self.capacity, 2), np.nan)
         self.slots = np.concatenate([self.slots, fresh])
         self.sources += other.sources

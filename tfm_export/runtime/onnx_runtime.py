@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 onnxruntime = require_onnxruntime()
 _ONNX_TYPES = {"float32": "float"}  # where ONNX Runtime's word for a type is another
-_BINDINGS = 8  # of different (Q, full) that a batch keeps
+_BINDINGS = 8  # of different (Q, full) that a batch keeps: speculative steps have 1 to 8 queries
 
 
 class OnnxModel:
