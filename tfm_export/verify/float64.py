@@ -172,8 +172,8 @@ class Float64Graph:
         return np.where(np.isfinite(array), moved, array)
 
     def _near_float32(self, constant: Array | np.float32) -> Array:
-        """What was rounded to float32, as it may have been; a number of few digits was not rounded."""
-        moved = constant * (1 + self._moves.constants * self._random.uniform(-1, 1, constant.shape))
+        """What was rounded to float32, as far off as it may have been; a number of few digits was not rounded."""
+        moved = constant * (1 + self._moves.constants * self._random.choice((-1.0, 1.0), constant.shape))
         fraction, _ = np.frexp(np.float64(constant))
         return np.where(np.ldexp(fraction, FEW_BITS) % 1 == 0, constant, moved)
 
