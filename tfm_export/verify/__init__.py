@@ -148,7 +148,6 @@ def _steps(
         bundle.variant_path(variant),
         manifest.dimensions,
         teacher_forcing(manifest.dimensions, manifest.limits, golden, manifest.special_ids.bos),
-        limits=manifest.limits,
         model=model,
         reference=exact,
         progress=progress,
