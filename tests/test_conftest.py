@@ -14,6 +14,7 @@ import torch
 
 from reference_model import SpecialIds, Transformer, load_checkpoint, search
 from tests.conftest import gpu_problem
+from tests.skips import WITHOUT_GPU, skip
 
 WORDS = ["a", "tea", "hello", "production", "don't", "zebra", "transformer", "ox"]
 
@@ -60,7 +61,7 @@ def test_the_tiny_checkpoint_reads_letters_and_writes_words(tiny_checkpoint: Pat
 
 def test_gpu_tests_are_skipped_by_name_with_the_reason(tmp_path: Path) -> None:
     if gpu_problem() is None:
-        pytest.skip("there is a GPU")
+        skip("no NVIDIA GPU", WITHOUT_GPU)
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     (tmp_path / "test_it.py").write_text(
         "import pytest\n\n\n@pytest.mark.gpu\ndef test_on_gpu():\n    raise AssertionError\n\n\n"
@@ -70,4 +71,4 @@ def test_gpu_tests_are_skipped_by_name_with_the_reason(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert "1 passed, 1 skipped" in done.stdout
     assert re.search(r"test_on_gpu SKIPPED", done.stdout)
-    assert "needs a GPU: no NVIDIA driver" in done.stdout or "needs a GPU: the NVIDIA driver" in done.stdout
+    assert re.search(r"needs an NVIDIA GPU \((no|the) NVIDIA driver .*\): run `make gpu-check` on", done.stdout)
