@@ -19,7 +19,7 @@ help: ## Show this list
 demo: $(INSTALLED) ## Export the shipped model, verify it, decode words beside PyTorch
 	@$(BIN)/python examples/g2p/demo.py
 
-test: $(INSTALLED) ## Run every kind of test once, a worker on each CPU; under 7 minutes on 2 cores
+test: $(INSTALLED) ## Run every kind of test once, a worker on each CPU; about 6 minutes on 2 cores
 	@$(BIN)/pytest $(WORKERS)
 
 test-all: $(INSTALLED) ## Run the full matrices too; at most an hour on 2 cores

@@ -58,7 +58,7 @@ def test_what_a_killed_process_left_is_made_anew(tmp_path: Path) -> None:
 
 CONFTEST = """
 from functools import partial
-import os, pytest
+import os, pytest, time
 from tests.once import make_once, shared_folder
 
 @pytest.fixture(scope="session")
@@ -66,6 +66,7 @@ def thing(pytestconfig, tmp_path_factory):
     def make(folder):
         with open(os.environ["MADE"], "a") as file:
             file.write(f"{folder}\\n")
+        time.sleep(0.5)  # meanwhile the other worker asks for it
         (folder / "file").write_text("whole")
     return make_once(shared_folder(pytestconfig, tmp_path_factory), "thing", make)
 """
