@@ -57,7 +57,7 @@ def gpu_problem() -> str | None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """The workers of `pytest -n auto`: one for each CPU that this process may use; others there may be more of."""
+    """The workers of `pytest -n auto`: one for each CPU that this process may use."""
     return min(usable_cpus(), MOST_WORKERS)
 
 
