@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -15,7 +15,7 @@ import numpy as np
 from tfm_export.bundle import Bundle, SpecialIds
 from tfm_export.decoding import DecodeOptions, Hypothesis, generate
 from tfm_export.errors import BundleError
-from tfm_export.precision import FP32_TOLERANCE, Precision
+from tfm_export.precision import Precision
 from tfm_export.runtime.step_model import Ids, Mask, Sentences, StepModel
 from tfm_export.verify.report import Divergence, GenerationComparison
 
@@ -30,10 +30,12 @@ class BeamGolden:
     Attributes:
         tokens: the best hypothesis, without the start token, with the end token if it came.
         score: its log-probability divided by length ** length_penalty.
+        margin: the smallest difference, a token, by which the search kept one hypothesis and not another.
     """
 
     tokens: list[int]
     score: float
+    margin: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +128,7 @@ def compare_generations(
         model: the runtime to judge.
         golden: the inputs.
         special: the model's special ids.
-        facts: how they were decoded, as the manifest tells it: max_length, beam_size, length_penalty; own_error.
+        facts: how they were decoded, as the manifest tells it: max_length, beam_size, length_penalty; tie_margin.
         precision: how much must agree.
         progress: told what begins.
     """
@@ -138,7 +140,8 @@ def compare_generations(
     comparisons = []
     for search, (inputs, options) in searches.items():
         decode = partial(_decode, model, options, special)
-        difference = _greedy_difference if options.beam_size == 1 else _beam_difference
+        beams = partial(_beam_difference, options.length_penalty)
+        difference = _greedy_difference if options.beam_size == 1 else beams
         comparisons += compare_search(search, inputs, decode, facts, precision, progress, difference)
     return comparisons
 
@@ -190,19 +193,30 @@ def compare_search(
         progress: likewise.
         difference: finds what is different about a hypothesis.
     """
-    tie_margin = FP32_TOLERANCE.limit(float(facts["own_error"]))
+    margin = tie_margin(facts)
     comparisons: list[GenerationComparison] = []
     alone: list[Hypothesis] = []
     for how, batch, columns in (("alone", 1, 0), ("batched", BATCH, 0), ("padded", BATCH, PADDING)):
         progress(f"comparing golden inputs: {search}, {how}")
         best = decode([g.source_ids for g in golden], batch, columns)
-        comparisons.append(_compare(f"{search}, {how}", golden, best, difference, tie_margin, precision.agreement))
+        comparisons.append(_compare(f"{search}, {how}", golden, best, difference, margin, precision.agreement))
         if how == "alone":
             alone = best
         elif precision.agreement < 1:
             needed = 1.0 if precision.batch_invariant else precision.agreement
             comparisons.append(_compare_with_alone(f"{search}, {how} as alone", golden, alone, best, needed))
     return comparisons
+
+
+def tie_margin(facts: Mapping[str, Any]) -> float:
+    """The margin between two tokens, in float64, below which float32 may choose either.
+
+    Args:
+        facts: what the manifest tells of the golden inputs.
+    """
+    if "tie_margin" in facts:
+        return float(facts["tie_margin"])
+    return max(2 * float(facts["own_error"]), 1e-4)  # bundles of before it was measured tell PyTorch's own error
 
 
 def _compare(
@@ -245,14 +259,15 @@ def _compare_with_alone(
     )
 
 
-def _beam_difference(index: int, golden: Golden, found: Hypothesis) -> Divergence | None:
-    """The first token that differs, with the margin between the scores of the two hypotheses."""
+def _beam_difference(length_penalty: float, index: int, golden: Golden, found: Hypothesis) -> Divergence | None:
+    """The first token that differs, with the margin, a token, between the two hypotheses or at any earlier choice."""
     assert golden.beam is not None
     step = _first_difference(golden.beam.tokens, found.tokens)
     if step is None:
         return None
-    margin = abs(golden.beam.score - found.score)
-    return _divergence(index, golden, step, golden.beam.tokens, found.tokens, margin)
+    length = max(len(golden.beam.tokens), len(found.tokens), 1)
+    margin = abs(golden.beam.score - found.score) * length ** (length_penalty - 1)
+    return _divergence(index, golden, step, golden.beam.tokens, found.tokens, min(margin, golden.beam.margin))
 
 
 def _first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
