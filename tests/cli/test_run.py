@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import tfm_export
+from tests.once import Once
 from tfm_export.bundle import MANIFEST
 from tfm_export.cli import cli
 from tfm_export.cli import job as job_module
@@ -399,12 +400,13 @@ def png_size(path: Path) -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def attention_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tfm_export.export import export_bundle
+def attention_bundle(tiny_checkpoint: Path, once: Once) -> Path:
+    def make(folder: Path) -> None:
+        from tfm_export.export import export_bundle
 
-    path = tmp_path_factory.mktemp("attention") / "tfm_bundle"
-    export_bundle(tiny_checkpoint, path, attention_layer=-1, verify=False)
-    return path
+        export_bundle(tiny_checkpoint, folder / "tfm_bundle", attention_layer=-1, verify=False)
+
+    return once("attention_bundle", make) / "tfm_bundle"
 
 
 def test_the_alignment_of_a_sentence(attention_bundle: Path, tmp_path: Path, expected: dict[str, str]) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tests.export.conftest import Exported
 from tests.passes.dequantized import write_variant
 from tests.runtime.drive import whole_target
+from tests.skips import import_or_skip
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.errors import ExportError
@@ -317,7 +318,7 @@ def shape(tensor: Any, batch: int, query: int, source: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "compute"), CASES)
 def test_tensorrt_compiles_it(g2p: G2P, variant: str, compute: Compute) -> None:
-    trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'tfm-export[rtx]'")
+    trt = import_or_skip("tensorrt_rtx", "rtx")
     bundle, _, found = g2p
     folder = bundle.variant_path("fp32")
     for name in ("encoder", "decoder_step"):

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from reference_model import Transformer, load_checkpoint, save_checkpoint
+from tests.once import Once
 from tfm_export.bundle import GOLDEN, Bundle
 from tfm_export.errors import BundleError, ParityError, RequestError
 from tfm_export.export import export_bundle
@@ -83,18 +84,17 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def g2p_export(tmp_path_factory: pytest.TempPathFactory) -> Export:
-    """Exports the trained example, or it with its weights changed, with 40 real words as golden inputs, once."""
-    done: dict[str, Bundle] = {}
+def g2p_export(once: Once) -> Export:
+    """Exports the trained example, or it with its weights changed, with 20 real words as golden inputs, once."""
 
     def export(change: str) -> Bundle:
-        if change not in done:
-            folder = tmp_path_factory.mktemp("g2p")
+        def make(folder: Path) -> None:
             checkpoint = load_checkpoint(ROOT / "examples/g2p/g2p.pt")
             CHANGES[change](checkpoint.model)
             save_checkpoint(checkpoint, folder / "g2p.pt")
-            done[change], _ = export_bundle(folder / "g2p.pt", folder / "b", inputs=WORDS[:20], verify=False)
-        return done[change]
+            export_bundle(folder / "g2p.pt", folder / "b", inputs=WORDS[:20], verify=False)
+
+        return Bundle.open(once(f"g2p {change}", make) / "b")
 
     return export
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.conftest import build_tiny_model
 from tests.emulation import emulated_gpu
 from tests.emulation.engines import add_engine
 from tests.emulation.onnx_cuda import emulated_provider
+from tests.once import Once
 from tfm_export.bundle import Bundle, GenerationDefaults, Limits, Manifest, SpecialIds
 from tfm_export.export.variant import dimensions_of, write_fp32_variant
 from tfm_export.runtime.onnx_cuda import OnnxCudaModel
@@ -45,10 +47,8 @@ def in_float64(model: Transformer, limits: Limits) -> TorchModel:
 
 
 @pytest.fixture(scope="session")
-def backends(tmp_path_factory: pytest.TempPathFactory) -> Backends:
+def backends(once: Once) -> Backends:
     model = build_tiny_model(seed=3, norm_first=True, final_norm=True, decoder_layers=3, encoder_layers=1)
-    path = tmp_path_factory.mktemp("runtime") / "bundle"
-    write_fp32_variant(model, path / "onnx" / "fp32", attention_layer=ATTENTION_LAYER)
     manifest = Manifest(
         dimensions=dimensions_of(model),
         limits=LIMITS,
@@ -56,10 +56,17 @@ def backends(tmp_path_factory: pytest.TempPathFactory) -> Backends:
         generation=GenerationDefaults(max_length=LIMITS.max_target_length),
         variants={"fp32": {}},
     )
-    bundle = Bundle(path, manifest)
+
+    def make(folder: Path) -> None:
+        write_fp32_variant(model, folder / "onnx" / "fp32", attention_layer=ATTENTION_LAYER)
+
+    def add(folder: Path) -> None:
+        shutil.copytree(bundle.path, folder, dirs_exist_ok=True)
+        add_engine(Bundle(folder, manifest))
+
+    bundle = Bundle(once("runtime", make), manifest)
+    with_engine = Bundle.open(once("runtime_with_engine", add), check_hashes=False)
     exact = in_float64(model, LIMITS)
-    with_engine = Bundle(shutil.copytree(path, path.with_name("with_engine")), manifest)
-    add_engine(with_engine)
     with emulated_gpu():
         engine = TensorRTModel(with_engine, "emulated")
     with emulated_provider():

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.skips import ON_LINUX, skip_if
 from tfm_export.runtime import cpu
 from tfm_export.runtime.cpu import CpuFeatures, cpu_features
 
@@ -83,7 +84,7 @@ def test_without_proc_numpy_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert cpu_features(tmp_path).saturates
 
 
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="compares /proc/cpuinfo with numpy")
+@skip_if(not Path("/proc/cpuinfo").exists(), "/proc/cpuinfo", *ON_LINUX)
 def test_numpy_and_proc_agree_on_this_machine(tmp_path: Path) -> None:
     by_proc, by_numpy = set(cpu_features().instruction_sets), set(cpu_features(tmp_path).instruction_sets)
     assert by_numpy, f"numpy {np.__version__} keeps its features elsewhere"

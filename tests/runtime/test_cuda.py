@@ -18,6 +18,7 @@ from tests.conftest import gpu_problem
 from tests.emulation import EmulationError, Machine, emulated_gpu
 from tests.emulation.cudart import Cudart, Error, cudart_module
 from tests.runtime.device_checks import check_boxes, check_copies, check_graphs
+from tests.skips import WITHOUT_GPU, import_or_skip, skip_if
 from tfm_export.errors import BackendUnavailable
 from tfm_export.runtime import cuda
 from tfm_export.runtime.cuda import Box, CudaError, Device, Gpu, OutOfDeviceMemory, Stream
@@ -197,7 +198,7 @@ def test_streams_that_wait_may_use_the_same_memory(gpu: Gpu, stream: Stream) -> 
 
 @pytest.fixture(scope="module")
 def cudart() -> Any:
-    return pytest.importorskip("cuda.bindings.runtime", reason="needs cuda-python")
+    return import_or_skip("cuda.bindings.runtime", "rtx")
 
 
 def names_in_use() -> set[str]:
@@ -264,7 +265,7 @@ CALLS: dict[str, Callable[[Gpu, Stream], object]] = {
 }
 
 
-@pytest.mark.skipif(gpu_problem() is None, reason="there is a GPU, which these calls would use")
+@skip_if(gpu_problem() is None, "no NVIDIA GPU", WITHOUT_GPU)
 @pytest.mark.parametrize("call", CALLS)
 def test_the_library_takes_every_call_and_misses_the_driver_alone(cudart: Any, call: str) -> None:
     with pytest.raises(CudaError, match=r"driver version is insufficient|no CUDA-capable device") as error:
@@ -272,7 +273,7 @@ def test_the_library_takes_every_call_and_misses_the_driver_alone(cudart: Any, c
     assert error.value.code in {"cudaErrorInsufficientDriver", "cudaErrorNoDevice"}
 
 
-@pytest.mark.skipif(gpu_problem() is None, reason="there is a GPU")
+@skip_if(gpu_problem() is None, "no NVIDIA GPU", WITHOUT_GPU)
 def test_this_machine_has_no_gpu(cudart: Any) -> None:
     assert importlib.import_module("cuda.bindings.runtime") is cudart
     with pytest.raises(BackendUnavailable, match="NVIDIA driver"):

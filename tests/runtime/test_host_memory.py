@@ -10,6 +10,7 @@ import warnings
 import numpy as np
 import pytest
 
+from tests.skips import ON_LINUX, skip_if
 from tfm_export.graph import Dimensions
 from tfm_export.runtime.host_memory import LARGEST, HostMemory, Pool
 
@@ -117,7 +118,7 @@ def test_threads_never_share_a_piece() -> None:
     assert len(pool._idle) + len(pool._returned) <= 12  # a thread lets go of its last piece after it has the next
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@skip_if(not hasattr(os, "fork"), "os.fork", *ON_LINUX)
 def test_a_process_that_is_forked_off_has_memory_of_its_own() -> None:
     array = Pool().array((1000,), "float32")
     array[:] = 1

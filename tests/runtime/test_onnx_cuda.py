@@ -19,6 +19,7 @@ from tests.emulation import EmulationError, Machine, emulated_gpu
 from tests.emulation.onnx_cuda import Binding, Provider, Session, emulated_provider
 from tests.runtime.conftest import ATTENTION_LAYER, LIMITS, Backends
 from tests.runtime.drive import FLOOR, Batch, padded
+from tests.skips import ON_LINUX, skip
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.errors import BackendUnavailable, BundleError, NumericError, RequestError
@@ -210,7 +211,7 @@ def test_a_model_that_gives_no_numbers_loads_and_says_so_when_it_is_used(
 
 def test_a_library_that_the_provider_misses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if sys.platform != "linux":
-        pytest.skip("the provider of Linux")
+        skip("the provider of Linux", *ON_LINUX)
     folder = tmp_path / "capi"
     folder.mkdir()
     for name in ("shared", "cuda"):

@@ -14,6 +14,7 @@ import pytest
 
 from tests.runtime.conftest import ATTENTION_LAYER, LIMITS, Backends
 from tests.runtime.drive import padded
+from tests.skips import ON_LINUX, skip_if
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.errors import BundleError, RequestError
@@ -36,7 +37,7 @@ def resident_bytes() -> int:
     return int(pages) * 4096
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+@skip_if(not Path("/proc/self/statm").exists(), "/proc/self/statm", *ON_LINUX)
 def test_steps_neither_move_nor_gather_memory(backends: Backends) -> None:
     sentences = backends.onnx.encode(*padded([[4, 5, 2], [6, 2]]), capacity=64)
     step = arguments(sentences)

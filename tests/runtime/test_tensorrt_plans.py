@@ -15,6 +15,7 @@ from tests.conftest import gpu_problem
 from tests.emulation import Machine, emulated_gpu
 from tests.emulation import tensorrt as emulation
 from tests.emulation.tensorrt import tensorrt_module
+from tests.skips import WITHOUT_GPU, install, skip, skip_if
 from tests.trt.record_api import API
 from tfm_export.errors import BackendUnavailable
 from tfm_export.runtime.tensorrt_plans import MODULES, Library
@@ -45,7 +46,7 @@ def flavor(request: pytest.FixtureRequest) -> str:
     try:
         importlib.import_module(MODULES[name][0])
     except ImportError as problem:
-        pytest.skip(f"{MODULES[name][0]}: {problem}")
+        skip(MODULES[name][0], install(MODULES[name][1]), found=str(problem))
     return name
 
 
@@ -112,10 +113,10 @@ def test_every_member_is_the_same(flavor: str, library: ModuleType) -> None:
     assert {int(s) for s in emulation.Severity} == {int(getattr(library.ILogger, s.name)) for s in emulation.Severity}
 
 
-@pytest.mark.skipif(gpu_problem() is None, reason="there is a GPU")
+@skip_if(gpu_problem() is None, "no NVIDIA GPU", WITHOUT_GPU)
+@pytest.mark.parametrize("flavor", ["rtx"], indirect=True)  # TensorRT cannot build a plan without a GPU
 def test_a_plan_cannot_be_loaded_without_a_gpu_and_it_says_why(flavor: str, tmp_path: Path) -> None:
-    if flavor != "rtx":
-        pytest.skip("TensorRT cannot build a plan without a GPU")
+    assert flavor == "rtx"
     import tensorrt_rtx as trt
 
     builder = trt.Builder(trt.Logger(trt.Logger.ERROR))

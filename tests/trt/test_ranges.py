@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from reference_model import load_checkpoint, save_checkpoint
+from tests.once import Once
 from tests.quantize.test_stage import WORDS, spread_feed_forwards
 from tests.runtime.drive import whole_target
 from tests.trt.conftest import Told, build
@@ -35,10 +36,14 @@ G2P = Path(__file__).parents[2] / "examples" / "g2p" / "g2p.pt"
 
 
 @pytest.fixture(scope="module")
-def outliers(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def outliers(tiny_checkpoint: Path, once: Once) -> Bundle:
     """A tiny model with activations of 1e5 in its feed-forwards, as w8 and int8; the layers that read them are fp32."""
-    path = tmp_path_factory.mktemp("outliers") / "tfm_bundle"
-    model = load_checkpoint(tiny_checkpoint).model
+    path = once("outliers", lambda folder: write_outliers(tiny_checkpoint, folder))
+    return Bundle.open(path, check_hashes=False)
+
+
+def write_outliers(checkpoint: Path, path: Path) -> None:
+    model = load_checkpoint(checkpoint).model
     spread_feed_forwards(model)
     manifest = Manifest(
         dimensions=write_fp32_variant(model, path / "onnx" / "fp32"),
@@ -56,7 +61,7 @@ def outliers(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
         (path / "onnx" / name).mkdir()
         recipe = Recipe(precision=name, skip=skip, ranges=ranges, thresholds=thresholds(observed, "max"))
         write_variant(bundle.variant_path("fp32"), path / "onnx" / name, recipe)
-    return bundle
+    bundle.save()
 
 
 def sources_of(bundle: Bundle, variant: str) -> list[Source]:
