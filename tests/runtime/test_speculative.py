@@ -83,7 +83,8 @@ def test_the_same_results_whatever_is_guessed(options: str, draft: str, packs: b
         for ours, theirs in zip(one.hypotheses, other.hypotheses, strict=True):
             np.testing.assert_array_equal(ours.distributions, theirs.distributions)
     assert (guesser.encodes == 0) == (options in {"many", "beams"})
-    assert bool(model.runs) == (options == "many")  # which goes ahead as it does without a draft
+    if draft == "right" or options == "many":  # what is given up goes ahead as it does without a draft
+        assert bool(model.runs) == (options == "many")
 
 
 def test_prefixes_of_different_lengths_and_sentences_that_join_later() -> None:
@@ -235,7 +236,7 @@ def test_what_was_taken_in_is_not_taken_in_again() -> None:
     assert paths.runs(7) == 0
     paths.sentences.grow(20)
     assert paths.runs(8) == 0
-    assert paths.sentences.pack(np.arange(9)[None], 24)
+    paths.sentences.pack(np.arange(9)[None], 24)
     assert paths.sentences.capacity == 24
     assert [paths.runs(slot) for slot in (9, 10, 11)] == [1, 0, 0]  # slots that were given up hold anything
 
@@ -337,7 +338,7 @@ def test_what_makes_no_sense_is_asked_of_the_model(other: dict[str, Any]) -> Non
 
 def test_slots_that_take_others_places_are_taken_in_again() -> None:
     paths = Paths()
-    assert paths.sentences.pack(np.array([[0, 1, 2, 4, 3]] * 2), 16)
+    paths.sentences.pack(np.array([[0, 1, 2, 4, 3]] * 2), 16)
     assert paths.runs(2) == 1
 
 

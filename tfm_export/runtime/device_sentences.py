@@ -21,11 +21,12 @@ from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepOutp
 REFILL_AT = 0.25
 
 
-class DeviceSentences:
+class DeviceSentences(Sentences):
     """A batch of sentences whose caches lie on the device; see `Sentences`.
 
     The caches have the slots of a plan, which are as many as `capacity` or more: those beyond are never seen. Only
-    where no plan has as many are they fewer; then a step that needs more is refused.
+    where no plan has as many are they fewer; then a step that needs more is refused. They are never packed: single
+    slots are too small to copy on a device, and plans have a fixed number.
 
     Attributes:
         worker: runs it.
@@ -112,13 +113,6 @@ class DeviceSentences:
         with self.worker.working():
             self._change_memory(memory.rows, memory.source, capacity)
         self._capacity = capacity
-
-    def step_greedily(self, *_: object, **__: object) -> None:
-        """Not done here; see `Sentences.step_greedily`."""
-
-    def pack(self, slots: Ids, capacity: int) -> bool:  # noqa: ARG002 (the protocol's)
-        """Slots stay where they are: single ones are too small to copy on a device, and plans have a fixed number."""
-        return False
 
     def move(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`."""

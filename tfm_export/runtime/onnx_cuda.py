@@ -40,7 +40,7 @@ from tfm_export.runtime.device_sentences import REFILL_AT, DeviceSentences
 from tfm_export.runtime.device_worker import CLOSED, Engine, Worker
 from tfm_export.runtime.onnx_runtime import OnnxModel
 from tfm_export.runtime.step_buffers import StepArrays
-from tfm_export.runtime.step_model import Ids, Mask
+from tfm_export.runtime.step_model import Capabilities, Ids, Mask, StepModel
 from tfm_export.runtime.tensorrt_plans import Context, Plan, Profile
 from tfm_export.runtime.thread_workers import MOST_WORKERS, Workers
 
@@ -56,18 +56,15 @@ ANY = sys.maxsize
 _ELEMENT_TYPES = {"float32": 1, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
 
 
-class OnnxCudaModel:
+class OnnxCudaModel(StepModel):
     """A bundle's ONNX graphs on a GPU; a `StepModel`. Safe to use from several threads.
 
     Attributes:
         dimensions: the sizes that the graphs show.
         limits: the longest sequences.
         float_type: the dtype of caches and cross-attention keys and values.
-        gives_attention: steps give none.
-        refill_at: see `StepModel.refill_at`.
+        capabilities: what it gives.
     """
-
-    refill_at = REFILL_AT
 
     def __init__(
         self,
@@ -97,7 +94,8 @@ class OnnxCudaModel:
         check_cuda_provider(device, variant=variant)
         self._bundle, self._variant, self._threads = bundle, variant, threads
         self.dimensions, self.limits = bundle.manifest.dimensions, bundle.manifest.limits
-        self.float_type, self.gives_attention = PRECISIONS[variant].float_type, False
+        self.capabilities = Capabilities(offers_attention=True, refill_at=REFILL_AT)
+        self.float_type = PRECISIONS[variant].float_type
         try:
             self._workers = Workers(self._load(folder, device), workers, kind=_CudaWorker)
             self._close = weakref.finalize(self, when_not_capturing, self._workers.close)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from tfm_export.graph import (
 from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.checks import check_encode, check_finite, check_step_arrays, check_steps, step_problems
 from tfm_export.runtime.host_memory import HostMemory, Pool
-from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepOutput
+from tfm_export.runtime.step_model import Capabilities, Floats, Ids, Mask, Sentences, StepModel, StepOutput
 from tfm_export.runtime.threads import threads_to_use
 
 if TYPE_CHECKING:
@@ -44,19 +45,15 @@ _ONNX_TYPES = {"float32": "float"}  # where ONNX Runtime's word for a type is an
 _BINDINGS = 8  # of different (Q, full) that a batch keeps: speculative steps have 1 to 8 queries
 
 
-class OnnxModel:
+class OnnxModel(StepModel):
     """A bundle's ONNX graphs, loaded; the `StepModel` of the CPU. Safe to use from several threads.
 
     Attributes:
         dimensions: the sizes that the graphs show.
         limits: the longest sequences.
+        capabilities: what it gives.
         float_type: the dtype of caches and cross-attention keys and values.
-        threads: how many threads an operator may use.
-        gives_attention: whether steps give attention.
-        refill_at: a step costs what its rows cost, so batches are not refilled.
     """
-
-    refill_at = 1.0
 
     def __init__(
         self,
@@ -87,8 +84,9 @@ class OnnxModel:
         _check_kernels(bundle, variant)
         self.dimensions, self.limits = bundle.manifest.dimensions, bundle.manifest.limits
         self._pools = Pool(), Pool()
-        self.float_type, self.threads = PRECISIONS[variant].float_type, threads
-        self._folder, self.gives_attention, self._exact = folder, False, exact
+        self.capabilities = Capabilities(offers_attention=True, steps_greedily=True, packs=True, threads=threads)
+        self.float_type, self._folder = PRECISIONS[variant].float_type, folder
+        self._threads, self._exact = threads, exact
         outputs = encoder_outputs(self.dimensions, self.float_type)
         self._encoder: InferenceSession | None = self._load(ENCODER, encoder_inputs(), outputs)
         inputs = decoder_step_inputs(self.dimensions, self.float_type)
@@ -96,7 +94,7 @@ class OnnxModel:
         self._decoder_step: InferenceSession | None = self._load(DECODER_STEP, inputs, outputs)
 
     def _load(self, name: str, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> InferenceSession:
-        return load_session(self._folder / name, inputs, outputs, self.threads, exact=self._exact)
+        return load_session(self._folder / name, inputs, outputs, self._threads, exact=self._exact)
 
     def with_attention(self) -> OnnxModel:
         """The same model with steps that give attention; slower. The two share the encoder.
@@ -116,7 +114,7 @@ class OnnxModel:
         inputs = decoder_step_inputs(self.dimensions, self.float_type)
         outputs = decoder_step_outputs(self.dimensions, self.float_type, attention=True)
         model._decoder_step = self._load(DECODER_STEP_ATTENTION, inputs, outputs)  # noqa: SLF001 (a copy of this object)
-        model.gives_attention = True
+        model.capabilities = replace(self.capabilities, gives_attention=True, offers_attention=False)
         return model
 
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> OnnxSentences:
@@ -133,7 +131,7 @@ class OnnxModel:
             _bind_output(binding, name, array)
         encoder.run_with_iobinding(binding)
         memory.zero_padding()
-        return OnnxSentences(decoder_step, memory, self.dimensions, self.limits, self.gives_attention)
+        return OnnxSentences(decoder_step, memory, self.dimensions, self.limits, self.capabilities.gives_attention)
 
     def close(self) -> None:
         """Let go of the sessions and of memory; what batches still need goes with the last of them."""
@@ -142,7 +140,7 @@ class OnnxModel:
             pool.close()
 
 
-class OnnxSentences:
+class OnnxSentences(Sentences):
     """A batch of sentences whose caches lie in numpy's memory; see `Sentences`.
 
     Attributes:
@@ -234,11 +232,10 @@ class OnnxSentences:
         self.memory.grow(capacity)
         self._bound.clear()
 
-    def pack(self, slots: Ids, capacity: int) -> bool:
+    def pack(self, slots: Ids, capacity: int) -> None:
         """Keep some slots of each row; see `Sentences.pack`."""
         self.memory.pack(slots, capacity)
         self._bound.clear()
-        return True
 
     def move(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`."""

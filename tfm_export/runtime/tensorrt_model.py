@@ -26,7 +26,7 @@ from tfm_export.runtime.cuda import Gpu, when_not_capturing
 from tfm_export.runtime.device_memory import RowShape
 from tfm_export.runtime.device_sentences import REFILL_AT, DeviceSentences
 from tfm_export.runtime.device_worker import CLOSED, Engine
-from tfm_export.runtime.step_model import Ids, Mask
+from tfm_export.runtime.step_model import Capabilities, Ids, Mask, StepModel
 from tfm_export.runtime.tensorrt_plans import Library, Plan, RuntimeCacheFile
 from tfm_export.runtime.thread_workers import MOST_WORKERS, Workers
 
@@ -49,19 +49,16 @@ def check_engine(bundle: Bundle, engine: str, device: int = 0) -> EngineRecord:
     return record
 
 
-class TensorRTModel:
+class TensorRTModel(StepModel):
     """An engine of a bundle, loaded; the `StepModel` of TensorRT. Safe to use from several threads.
 
     Attributes:
         record: what is known of the engine.
         dimensions: the sizes that the graphs show.
         limits: the longest sequences.
-        gives_attention: steps give none.
-        refill_at: see `StepModel.refill_at`.
+        capabilities: what it gives.
         max_batch_size: the most sentences at once.
     """
-
-    refill_at = REFILL_AT
 
     def __init__(self, bundle: Bundle, engine: str, device: int = 0, *, workers: int = MOST_WORKERS) -> None:
         """Load the plans, and make ready to run.
@@ -77,7 +74,8 @@ class TensorRTModel:
             BackendUnavailable: see `check_engine`; or TensorRT does not take a plan, or the GPU's memory is too small.
             RequestError: workers is less than 1.
         """
-        self.record, self.gives_attention = check_engine(bundle, engine, device), False
+        self.record = check_engine(bundle, engine, device)
+        self.capabilities = Capabilities(refill_at=REFILL_AT)
         try:
             loaded = _load(bundle, self.record, Library(self.record.flavor), cuda.open_gpu(device))
             self._workers = Workers(loaded, workers)

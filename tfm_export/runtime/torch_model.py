@@ -17,18 +17,17 @@ from tfm_export.bundle import Limits
 from tfm_export.errors import RequestError
 from tfm_export.graph import Dimensions, cross_names, self_cache_names
 from tfm_export.runtime.checks import check_encode, check_finite, check_step_arrays, step_problems
-from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepOutput
+from tfm_export.runtime.step_model import Capabilities, Floats, Ids, Mask, Sentences, StepModel, StepOutput
 
 
-class TorchModel:
+class TorchModel(StepModel):
     """A reference model as a `StepModel`.
 
     Attributes:
         dimensions: the sizes that the graphs of this model would show.
         limits: the longest sequences.
+        capabilities: what it gives.
     """
-
-    refill_at = 1.0
 
     def __init__(
         self,
@@ -58,11 +57,7 @@ class TorchModel:
         )
         self.limits = limits or Limits(max_source_length=config.max_length, max_target_length=config.max_target_length)
         self.attention_layer = attention_layer
-
-    @property
-    def gives_attention(self) -> bool:
-        """Whether steps give attention."""
-        return self.attention_layer is not None
+        self.capabilities = Capabilities(gives_attention=attention_layer is not None, packs=True)
 
     @torch.inference_mode()
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> TorchSentences:
@@ -88,7 +83,7 @@ class TorchModel:
         """Nothing to free."""
 
 
-class TorchSentences:
+class TorchSentences(Sentences):
     """A batch of sentences whose caches are PyTorch's tensors; see `Sentences`.
 
     Attributes:
@@ -174,18 +169,14 @@ class TorchSentences:
             raise RequestError(f"a cache of {self.capacity} slots cannot grow to {capacity}")
         self.caches = [_padded(cache, capacity) for cache in self.caches]
 
-    def step_greedily(self, *_: object, **__: object) -> None:
-        """Not done here; see `Sentences.step_greedily`."""
-
     @torch.inference_mode()
-    def pack(self, slots: Ids, capacity: int) -> bool:
+    def pack(self, slots: Ids, capacity: int) -> None:
         """Keep some slots of each row; see `Sentences.pack`."""
         places = torch.tensor(slots)[:, None, :, None]
         self.caches = [
             _padded(cache.gather(2, places.expand(-1, cache.size(1), -1, cache.size(3))), capacity)
             for cache in self.caches
         ]
-        return True
 
     @torch.inference_mode()
     def move(self, source: int, target: int) -> None:
