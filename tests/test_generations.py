@@ -21,10 +21,10 @@ from tests.emulation.engines import add_engine
 from tests.emulation.onnx_cuda import emulated_provider
 from tfm_export.bundle import Bundle, SpecialIds
 from tfm_export.decoding import DecodeOptions, Request, Result, generate
-from tfm_export.runtime.onnx_cuda import OnnxCudaModel
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+from tfm_export.runtime.gpu.onnx_cuda import OnnxCudaModel
+from tfm_export.runtime.gpu.tensorrt_model import TensorRTModel
 from tfm_export.runtime.step_model import StepModel
-from tfm_export.runtime.tensorrt_model import TensorRTModel
 from tfm_export.runtime.torch_model import TorchModel
 
 LONGEST = 14

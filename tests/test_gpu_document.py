@@ -13,8 +13,8 @@ import pytest
 
 import tfm_export
 from tfm_export.runtime.backends import Backend, candidates
-from tfm_export.runtime.cuda_provider import OLDEST, VARIANTS
-from tfm_export.runtime.thread_workers import MOST_WORKERS
+from tfm_export.runtime.gpu.cuda_provider import OLDEST, VARIANTS
+from tfm_export.runtime.gpu.thread_workers import MOST_WORKERS
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")

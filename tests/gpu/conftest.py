@@ -15,8 +15,8 @@ import pytest
 
 from tfm_export.bundle import Bundle
 from tfm_export.errors import BackendUnavailable
-from tfm_export.runtime import cuda
 from tfm_export.runtime.backends import Candidate
+from tfm_export.runtime.gpu import cuda
 from tfm_export.runtime.step_model import StepModel
 
 ROOT = Path(__file__).parents[2]

@@ -22,8 +22,8 @@ from tests.gpu.scenarios import (
 from tfm_export.bundle import Bundle
 from tfm_export.errors import BackendUnavailable
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime import cuda
 from tfm_export.runtime.backends import Candidate, open_backend, survey
+from tfm_export.runtime.gpu import cuda
 
 pytestmark = pytest.mark.gpu
 

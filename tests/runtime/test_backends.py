@@ -24,9 +24,9 @@ from tfm_export.bundle import Bundle
 from tfm_export.errors import BackendUnavailable, BundleError, RequestError
 from tfm_export.runtime import backends as module
 from tfm_export.runtime.backends import Candidate, candidates, open_backend, survey
-from tfm_export.runtime.onnx_cuda import OnnxCudaModel
-from tfm_export.runtime.onnx_runtime import OnnxModel
-from tfm_export.runtime.tensorrt_model import TensorRTModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+from tfm_export.runtime.gpu.onnx_cuda import OnnxCudaModel
+from tfm_export.runtime.gpu.tensorrt_model import TensorRTModel
 
 CPU = Candidate(variant="fp32")
 GPU = Candidate(variant="fp32", gpu=0)

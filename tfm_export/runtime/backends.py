@@ -18,7 +18,7 @@ from tfm_export.bundle import Bundle
 from tfm_export.errors import BackendUnavailable, BundleError, RequestError, TfmExportError
 from tfm_export.extras import require_onnxruntime
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime import cuda
+from tfm_export.runtime.gpu import cuda
 from tfm_export.runtime.speculative import SpeculativeModel
 from tfm_export.runtime.step_model import StepModel
 
@@ -67,12 +67,12 @@ class Candidate:
             BundleError: the engine was made from other graphs than those of the bundle.
         """
         if self.engine is not None and self.gpu is not None:
-            from tfm_export.runtime.tensorrt_model import check_engine
+            from tfm_export.runtime.gpu.tensorrt_model import check_engine
 
             cuda.open_gpu(self.gpu)  # without one, it matters little what else is missing
             check_engine(bundle, self.engine, self.gpu)
         elif self.gpu is not None:
-            from tfm_export.runtime.cuda_provider import check_cuda_provider
+            from tfm_export.runtime.gpu.cuda_provider import check_cuda_provider
 
             check_cuda_provider(self.gpu, variant=self.variant)
         else:
@@ -88,14 +88,14 @@ class Candidate:
     def open(self, bundle: Bundle, *, threads: int | None = None) -> StepModel:
         """Load it; see `check`."""
         if self.engine is not None and self.gpu is not None:
-            from tfm_export.runtime.tensorrt_model import TensorRTModel
+            from tfm_export.runtime.gpu.tensorrt_model import TensorRTModel
 
             return TensorRTModel(bundle, self.engine, self.gpu)
         if self.gpu is not None:
-            from tfm_export.runtime.onnx_cuda import OnnxCudaModel
+            from tfm_export.runtime.gpu.onnx_cuda import OnnxCudaModel
 
             return OnnxCudaModel(bundle, variant=self.variant, device=self.gpu, threads=threads)
-        from tfm_export.runtime.onnx_runtime import OnnxModel
+        from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 
         model, *drafts = (OnnxModel(bundle, variant=variant, threads=threads) for variant in self.variants)
         return SpeculativeModel(model, drafts[0], {bundle.manifest.special_ids.eos}) if drafts else model

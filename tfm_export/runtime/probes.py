@@ -22,9 +22,9 @@ from typing import Any
 from tfm_export.bundle import Bundle
 from tfm_export.errors import TfmExportError
 from tfm_export.extras import ONNXRUNTIME_DISTRIBUTIONS, require, require_onnxruntime
-from tfm_export.runtime import cuda
 from tfm_export.runtime.backends import candidates, survey
-from tfm_export.runtime.cpu import cpu_features
+from tfm_export.runtime.cpu.processor import cpu_features
+from tfm_export.runtime.gpu import cuda
 from tfm_export.runtime.threads import usable_cpus
 
 DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
@@ -117,7 +117,7 @@ def onnxruntime() -> dict[str, Any]:
 
 
 def _cuda_provider() -> dict[str, Any]:
-    from tfm_export.runtime.cuda_provider import check_cuda_provider
+    from tfm_export.runtime.gpu.cuda_provider import check_cuda_provider
 
     check_cuda_provider(0)
     return {}

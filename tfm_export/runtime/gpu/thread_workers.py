@@ -7,8 +7,8 @@ import threading
 import weakref
 
 from tfm_export.errors import RequestError
-from tfm_export.runtime.cuda import OutOfDeviceMemory
-from tfm_export.runtime.device_worker import CLOSED, Engine, Worker
+from tfm_export.runtime.gpu.cuda import OutOfDeviceMemory
+from tfm_export.runtime.gpu.device_worker import CLOSED, Engine, Worker
 
 LOG = logging.getLogger(__name__)
 MOST_WORKERS = 4  # threads that run at the same time; more share them, for each has memory of its own

@@ -23,10 +23,10 @@ from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.errors import BackendUnavailable, BundleError, NumericError, RequestError
 from tfm_export.graph import DECODER_STEP, DECODER_STEP_ATTENTION, ENCODER
-from tfm_export.runtime import cuda_provider, onnx_cuda
-from tfm_export.runtime.cuda_provider import check_cuda_provider
-from tfm_export.runtime.device_worker import Worker
-from tfm_export.runtime.onnx_cuda import OnnxCudaModel
+from tfm_export.runtime.gpu import cuda_provider, onnx_cuda
+from tfm_export.runtime.gpu.cuda_provider import check_cuda_provider
+from tfm_export.runtime.gpu.device_worker import Worker
+from tfm_export.runtime.gpu.onnx_cuda import OnnxCudaModel
 from tfm_export.runtime.torch_model import TorchModel
 
 SOURCES = [[5, 7, 9, 11, 2], [4, 2], [8, 8, 10, 2]]

@@ -17,10 +17,10 @@ import pytest
 from tests.conftest import gpu_problem
 from tests.emulation import EmulationError, Machine, emulated_gpu
 from tests.emulation.cudart import Cudart, Error, cudart_module
-from tests.runtime.device_checks import check_boxes, check_copies, check_graphs
+from tests.runtime.gpu.device_checks import check_boxes, check_copies, check_graphs
 from tfm_export.errors import BackendUnavailable
-from tfm_export.runtime import cuda
-from tfm_export.runtime.cuda import Box, CudaError, Device, Gpu, OutOfDeviceMemory, Stream
+from tfm_export.runtime.gpu import cuda
+from tfm_export.runtime.gpu.cuda import Box, CudaError, Device, Gpu, OutOfDeviceMemory, Stream
 
 ROOT = Path(__file__).parents[2]
 DEVICE = Device(index=0, name="a GPU", compute_capability="8.9", memory_bytes=1 << 30)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tfm_export.bundle import Limits
 from tfm_export.graph import Dimensions
-from tfm_export.runtime.cuda import ALIGNMENT, Gpu
+from tfm_export.runtime.gpu.cuda import ALIGNMENT, Gpu
 from tfm_export.runtime.step_model import Floats, Ids, Mask
 
 Array = NDArray[Any]

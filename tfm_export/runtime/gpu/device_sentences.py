@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from tfm_export.errors import RequestError
 from tfm_export.graph import Dimensions, cross_names, self_cache_names
 from tfm_export.runtime.checks import check_finite, check_step_arrays, step_problems
-from tfm_export.runtime.device_memory import bucket
-from tfm_export.runtime.device_worker import Worker
+from tfm_export.runtime.gpu.device_memory import bucket
+from tfm_export.runtime.gpu.device_worker import Worker
 from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepOutput
 
 # Rows of a step cost nothing while there are few, and encoding some sentences at once is cheaper than one by one.

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from tfm_export.errors import BackendUnavailable, BundleError
 from tfm_export.extras import require, require_onnxruntime
 from tfm_export.graph import TensorSpec
-from tfm_export.runtime import cuda
-from tfm_export.runtime.onnx_runtime import check_form, session_options
+from tfm_export.runtime.cpu.onnx_runtime import check_form, session_options
+from tfm_export.runtime.gpu import cuda
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession

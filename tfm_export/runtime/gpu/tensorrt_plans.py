@@ -22,7 +22,7 @@ from typing import Any
 from tfm_export.errors import BackendUnavailable, BundleError
 from tfm_export.extras import require
 from tfm_export.graph import TensorSpec, cache_output_name
-from tfm_export.runtime.cuda import Device, DeviceBuffer, Stream, driver_release, driver_version
+from tfm_export.runtime.gpu.cuda import Device, DeviceBuffer, Stream, driver_release, driver_version
 
 LOG = logging.getLogger(__name__)
 MODULES = {"tensorrt": ("tensorrt", "trt"), "rtx": ("tensorrt_rtx", "rtx")}

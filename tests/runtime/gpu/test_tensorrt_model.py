@@ -28,9 +28,9 @@ from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.engines import ENGINES
 from tfm_export.errors import BackendUnavailable, BundleError, NumericError, RequestError
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime import device_memory, device_worker
-from tfm_export.runtime.device_sentences import DeviceSentences
-from tfm_export.runtime.tensorrt_model import TensorRTModel, check_engine
+from tfm_export.runtime.gpu import device_memory, device_worker
+from tfm_export.runtime.gpu.device_sentences import DeviceSentences
+from tfm_export.runtime.gpu.tensorrt_model import TensorRTModel, check_engine
 from tfm_export.verify.steps import compare_steps
 
 SOURCES = [[5, 7, 9, 11, 2], [4, 2], [8, 8, 10, 2], [30, 29, 28, 27, 26, 25, 24, 2]]

@@ -31,18 +31,18 @@ from tfm_export.graph import (
     encoder_outputs,
 )
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime import cuda
 from tfm_export.runtime.checks import check_encode
-from tfm_export.runtime.cuda import DeviceBuffer, Stream, when_not_capturing
-from tfm_export.runtime.cuda_provider import check_cuda_provider, load_cuda_session
-from tfm_export.runtime.device_memory import BatchMemory, Lease, RowShape, bucket
-from tfm_export.runtime.device_sentences import REFILL_AT, DeviceSentences
-from tfm_export.runtime.device_worker import CLOSED, Engine, Worker
-from tfm_export.runtime.onnx_runtime import OnnxModel
-from tfm_export.runtime.step_buffers import StepArrays
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+from tfm_export.runtime.gpu import cuda
+from tfm_export.runtime.gpu.cuda import DeviceBuffer, Stream, when_not_capturing
+from tfm_export.runtime.gpu.cuda_provider import check_cuda_provider, load_cuda_session
+from tfm_export.runtime.gpu.device_memory import BatchMemory, Lease, RowShape, bucket
+from tfm_export.runtime.gpu.device_sentences import REFILL_AT, DeviceSentences
+from tfm_export.runtime.gpu.device_worker import CLOSED, Engine, Worker
+from tfm_export.runtime.gpu.step_buffers import StepArrays
+from tfm_export.runtime.gpu.tensorrt_plans import Context, Plan, Profile
+from tfm_export.runtime.gpu.thread_workers import MOST_WORKERS, Workers
 from tfm_export.runtime.step_model import Capabilities, Ids, Mask, StepModel
-from tfm_export.runtime.tensorrt_plans import Context, Plan, Profile
-from tfm_export.runtime.thread_workers import MOST_WORKERS, Workers
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession, IOBinding

@@ -33,7 +33,7 @@ from tfm_export.graph import (
 )
 from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.checks import check_encode, check_finite, check_step_arrays, check_steps, step_problems
-from tfm_export.runtime.host_memory import HostMemory, Pool
+from tfm_export.runtime.cpu.host_memory import HostMemory, Pool
 from tfm_export.runtime.step_model import Capabilities, Floats, Ids, Mask, Sentences, StepModel, StepOutput
 from tfm_export.runtime.threads import threads_to_use
 

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from tests.runtime.conftest import ATTENTION_LAYER, LIMITS, Backends
+from tests.runtime.cpu.test_onnx_runtime import arguments
 from tests.runtime.drive import Batch, padded
-from tests.runtime.test_onnx_runtime import arguments
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.errors import BackendUnavailable, BundleError
 from tfm_export.graph import DECODER_STEP, DECODER_STEP_ATTENTION, ENCODER, WEIGHTS
 from tfm_export.graph_files import WeightsFile, read_graph
 from tfm_export.passes.retype import retype
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.runtime.torch_model import TorchModel
 
 # Errors of log_probs against float64 in the walk below: measured 0.011 to 0.017 a step. Those of fp32 are below 1e-4.

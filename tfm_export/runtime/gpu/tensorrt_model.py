@@ -20,15 +20,15 @@ from tfm_export.graph import (
     encoder_inputs,
     encoder_outputs,
 )
-from tfm_export.runtime import cuda
 from tfm_export.runtime.checks import check_encode
-from tfm_export.runtime.cuda import Gpu, when_not_capturing
-from tfm_export.runtime.device_memory import RowShape
-from tfm_export.runtime.device_sentences import REFILL_AT, DeviceSentences
-from tfm_export.runtime.device_worker import CLOSED, Engine
+from tfm_export.runtime.gpu import cuda
+from tfm_export.runtime.gpu.cuda import Gpu, when_not_capturing
+from tfm_export.runtime.gpu.device_memory import RowShape
+from tfm_export.runtime.gpu.device_sentences import REFILL_AT, DeviceSentences
+from tfm_export.runtime.gpu.device_worker import CLOSED, Engine
+from tfm_export.runtime.gpu.tensorrt_plans import Library, Plan, RuntimeCacheFile
+from tfm_export.runtime.gpu.thread_workers import MOST_WORKERS, Workers
 from tfm_export.runtime.step_model import Capabilities, Ids, Mask, StepModel
-from tfm_export.runtime.tensorrt_plans import Library, Plan, RuntimeCacheFile
-from tfm_export.runtime.thread_workers import MOST_WORKERS, Workers
 
 
 def check_engine(bundle: Bundle, engine: str, device: int = 0) -> EngineRecord:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tfm_export.graph import Dimensions
-from tfm_export.runtime.host_memory import LARGEST, HostMemory, Pool
+from tfm_export.runtime.cpu.host_memory import LARGEST, HostMemory, Pool
 
 DIMENSIONS = Dimensions(
     source_vocabulary_size=9, target_vocabulary_size=9, decoder_layers=2, heads=3, head_size=5, candidates=4

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from tfm_export.bundle import Limits
 from tfm_export.errors import BackendUnavailable, RequestError
 from tfm_export.graph import Dimensions, cache_output_name, cross_names, self_cache_names
-from tfm_export.runtime.cuda import ALIGNMENT, CudaError, Gpu, Graph, when_not_capturing
-from tfm_export.runtime.device_memory import BatchMemory, Lease, MemoryPool, RowShape, bucket
-from tfm_export.runtime.step_buffers import Buffers, StepArrays, StepShape, encoder_arrays, encoder_inputs
+from tfm_export.runtime.gpu.cuda import ALIGNMENT, CudaError, Gpu, Graph, when_not_capturing
+from tfm_export.runtime.gpu.device_memory import BatchMemory, Lease, MemoryPool, RowShape, bucket
+from tfm_export.runtime.gpu.step_buffers import Buffers, StepArrays, StepShape, encoder_arrays, encoder_inputs
+from tfm_export.runtime.gpu.tensorrt_plans import Context, Plan, Profile
 from tfm_export.runtime.step_model import Ids, Mask
-from tfm_export.runtime.tensorrt_plans import Context, Plan, Profile
 
 LOG = logging.getLogger(__name__)
 EAGER_RUNS = 2  # of a shape, before it gets a context and a graph of its own: many come once

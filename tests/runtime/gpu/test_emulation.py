@@ -15,13 +15,13 @@ from tests.emulation.scenario import run_scenario
 from tests.runtime.conftest import Backends
 from tests.runtime.drive import FLOOR
 from tfm_export.errors import NumericError
-from tfm_export.runtime import cuda, device_memory, device_worker, step_buffers
-from tfm_export.runtime.cuda import DeviceBuffer, Gpu, Stream
-from tfm_export.runtime.device_memory import BatchMemory, MemoryPool, TensorBlock
-from tfm_export.runtime.device_sentences import DeviceSentences
-from tfm_export.runtime.device_worker import Worker
-from tfm_export.runtime.step_buffers import Buffers, Layout, StepArrays
-from tfm_export.runtime.tensorrt_plans import Context, Plan
+from tfm_export.runtime.gpu import cuda, device_memory, device_worker, step_buffers
+from tfm_export.runtime.gpu.cuda import DeviceBuffer, Gpu, Stream
+from tfm_export.runtime.gpu.device_memory import BatchMemory, MemoryPool, TensorBlock
+from tfm_export.runtime.gpu.device_sentences import DeviceSentences
+from tfm_export.runtime.gpu.device_worker import Worker
+from tfm_export.runtime.gpu.step_buffers import Buffers, Layout, StepArrays
+from tfm_export.runtime.gpu.tensorrt_plans import Context, Plan
 
 Patch = pytest.MonkeyPatch
 
