@@ -32,6 +32,7 @@ NEED_AN_EXTRA = (
     "tfm_export.runtime.gpu.cuda_provider",
     "tfm_export.runtime.gpu.onnx_cuda",
     "tfm_export.runtime.cpu.onnx_runtime",
+    "tfm_export.runtime.onnx_sessions",
     "tfm_export.runtime.torch_model",
 )
 

@@ -8,9 +8,11 @@ what this machine has.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -94,7 +96,8 @@ class Candidate:
         if self.gpu is not None:
             from tfm_export.runtime.gpu.onnx_cuda import OnnxCudaModel
 
-            return OnnxCudaModel(bundle, variant=self.variant, device=self.gpu, threads=threads)
+            attending = functools.partial(attending_on_cpu, bundle, self.variant, threads)
+            return OnnxCudaModel(bundle, variant=self.variant, device=self.gpu, attending=attending)
         from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 
         model, *drafts = (OnnxModel(bundle, variant=variant, threads=threads) for variant in self.variants)
@@ -142,6 +145,20 @@ def open_backend(
             _tell(candidate, passed)
             return candidate, model
     raise _unavailable(passed)
+
+
+def attending_on_cpu(bundle: Bundle, variant: str, threads: int | None = None) -> StepModel:
+    """A variant with steps that give attention, on the CPU: for a GPU, which has no graph for it; much slower.
+
+    Raises:
+        BackendUnavailable: the CPU cannot run this variant.
+        RequestError: the bundle was exported without the graph for it.
+    """
+    from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+
+    LOG.info("what needs attention weights is decoded on the CPU")
+    with closing(OnnxModel(bundle, variant=variant, threads=threads)) as model:
+        return model.with_attention()
 
 
 def candidates(

@@ -21,7 +21,7 @@ from tfm_export.graph import DECODER_STEP, DECODER_STEP_ATTENTION, ENCODER
 from tfm_export.runtime.cpu.onnx_runtime import OnnxModel, OnnxSentences
 from tfm_export.runtime.torch_model import TorchModel
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def arguments(sentences: OnnxSentences) -> list[np.ndarray]:

@@ -22,7 +22,7 @@ from tfm_export.errors import BackendUnavailable
 from tfm_export.runtime.gpu import cuda
 from tfm_export.runtime.gpu.cuda import Box, CudaError, Device, Gpu, OutOfDeviceMemory, Stream
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEVICE = Device(index=0, name="a GPU", compute_capability="8.9", memory_bytes=1 << 30)
 
 

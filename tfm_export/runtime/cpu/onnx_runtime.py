@@ -34,14 +34,14 @@ from tfm_export.graph import (
 from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.checks import check_encode, check_finite, check_step_arrays, check_steps, step_problems
 from tfm_export.runtime.cpu.host_memory import HostMemory, Pool
+from tfm_export.runtime.onnx_sessions import check_form, session_options
 from tfm_export.runtime.step_model import Capabilities, Floats, Ids, Mask, Sentences, StepModel, StepOutput
 from tfm_export.runtime.threads import threads_to_use
 
 if TYPE_CHECKING:
-    from onnxruntime import InferenceSession, IOBinding, SessionOptions
+    from onnxruntime import InferenceSession, IOBinding
 
 onnxruntime = require_onnxruntime()
-_ONNX_TYPES = {"float32": "float"}  # where ONNX Runtime's word for a type is another
 _BINDINGS = 8  # of different (Q, full) that a batch keeps: speculative steps have 1 to 8 queries
 
 
@@ -341,24 +341,6 @@ def _bind_output(binding: IOBinding, name: str, array: NDArray[Any]) -> None:
     binding.bind_ortvalue_output(name, onnxruntime.OrtValue.ortvalue_from_numpy(array))
 
 
-def session_options(threads: int, *, exact: bool = False) -> SessionOptions:
-    """How the graphs of a bundle are run; see `OnnxModel` for the arguments."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3  # errors; warnings are about the optimiser's own doings
-    # A plan of the memory is kept for every combination of shapes, and batches have new ones all the time.
-    options.enable_mem_pattern = False
-    # Two sessions have two thread pools: idle threads of one would spin on the CPUs that the other needs.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    # What MatMulNBits, made of DequantizeLinear and Gemm, multiplies weights of 8 and 4 bits with: activations rounded
-    # to 8 bits, a scale a block. Its level 1 takes them as they are, but dequantises all 8-bit weights at each call.
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
-    if exact:  # nothing is made of DequantizeLinear, so that of constants is computed once, when the graph loads
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
-    return options
-
-
 def _check_kernels(bundle: Bundle, variant: str) -> None:
     """Refuse a variant of numbers that the CPU provider cannot compute with."""
     if PRECISIONS[variant].runs_on_cpu:
@@ -387,27 +369,3 @@ def load_session(
         ) from problem
     check_form(session, path, inputs, outputs)
     return session
-
-
-def check_form(session: InferenceSession, path: Path, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> None:
-    """Compare a graph's inputs and outputs with the table.
-
-    Raises:
-        BundleError: naming all that differ.
-    """
-    problems = []
-    for what, expected, found in (
-        ("input", inputs, session.get_inputs()),
-        ("output", outputs, session.get_outputs()),
-    ):
-        types = {value.name: f"{value.type} {value.shape}" for value in found}
-        wanted = {spec.name: f"tensor({_ONNX_TYPES.get(spec.dtype, spec.dtype)}) {[*spec.axes]}" for spec in expected}
-        problems += [f"{path}: {what} {name} is missing" for name in wanted.keys() - types.keys()]
-        problems += [f"{path}: {what} {name} is not one of the expected" for name in types.keys() - wanted.keys()]
-        problems += [
-            f"{path}: {what} {name} must be {wanted[name]}, found {types[name]}"
-            for name in wanted.keys() & types.keys()
-            if wanted[name] != types[name]
-        ]
-    if problems:
-        raise BundleError(sorted(problems), "export the bundle again")

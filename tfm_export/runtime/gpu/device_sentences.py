@@ -1,4 +1,4 @@
-"""A batch of sentences on TensorRT: which rows are in use, how far they have come, and what their memory is.
+"""A batch of sentences on a GPU: which rows are in use, how far they have come, and what their memory is.
 
 Letters as in `step_model`.
 """
@@ -17,16 +17,13 @@ from tfm_export.runtime.gpu.device_memory import bucket
 from tfm_export.runtime.gpu.device_worker import Worker
 from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepOutput
 
-# Rows of a step cost nothing while there are few, and encoding some sentences at once is cheaper than one by one.
-REFILL_AT = 0.25
-
 
 class DeviceSentences(Sentences):
     """A batch of sentences whose caches lie on the device; see `Sentences`.
 
-    The caches have the slots of a plan, which are as many as `capacity` or more: those beyond are never seen. Only
-    where no plan has as many are they fewer; then a step that needs more is refused. They are never packed: single
-    slots are too small to copy on a device, and plans have a fixed number.
+    The caches have the slots of a compiled graph, which are as many as `capacity` or more: those beyond are never seen.
+    Only where none has as many are they fewer; then a step that needs more is refused. They are never packed: single
+    slots are too small to copy on a device, and a compiled graph may have a fixed number of them.
 
     Attributes:
         worker: runs it.
@@ -55,7 +52,7 @@ class DeviceSentences(Sentences):
 
     @property
     def _dimensions(self) -> Dimensions:
-        return self.worker.engine.dimensions
+        return self.worker.graphs.dimensions
 
     def step(
         self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, full: bool = False
@@ -84,7 +81,7 @@ class DeviceSentences(Sentences):
             write_index,
             self_mask,
             dimensions=self._dimensions,
-            limits=self.worker.engine.limits,
+            limits=self.worker.graphs.limits,
         )
         if problems:
             return problems, None
@@ -98,7 +95,7 @@ class DeviceSentences(Sentences):
         """log_probs [B, Q, V] and log_normaliser [B, Q] of the last step."""
         rows, vocabulary = self.size * query, self._dimensions.target_vocabulary_size
         if self._pinned.nbytes < 4 * rows * (vocabulary + 1):
-            self._pinned = self.worker.engine.gpu.allocate_host(4 * rows * (vocabulary + 1))
+            self._pinned = self.worker.graphs.gpu.allocate_host(4 * rows * (vocabulary + 1))
         numbers = self._pinned.view(np.float32)
         log_probs = numbers[: rows * vocabulary].reshape(self.size, query, vocabulary)
         normaliser = numbers[rows * vocabulary : rows * (vocabulary + 1)].reshape(self.size, query)
@@ -144,17 +141,17 @@ class DeviceSentences(Sentences):
         block = memory.caches if name in memory.caches.names else memory.cross
         shape = (memory.rows, block.shape.heads, block.length, block.shape.head_size)
         with self.worker.working():
-            pinned = self.worker.engine.gpu.allocate_host(int(np.prod(shape)) * block.shape.item_bytes)
+            pinned = self.worker.graphs.gpu.allocate_host(int(np.prod(shape)) * block.shape.item_bytes)
             self.worker.fetch({block.address(name): pinned})
-        found = _as_float32(pinned, self.worker.engine.float_type).reshape(shape)
+        found = _as_float32(pinned, self.worker.graphs.float_type).reshape(shape)
         result: Floats = np.zeros((self.size, shape[1], lengths[name], self._dimensions.head_size), np.float32)
-        kept = min(lengths[name], block.length)  # a capacity that no plan has is never written to the end
+        kept = min(lengths[name], block.length)  # a capacity that no graph has is never written to the end
         result[:, :, :kept] = found[: self.size, :, :kept, : self._dimensions.head_size]
         return result
 
     def append(self, other: Sentences) -> None:
         """Copy the rows of freshly encoded sentences of the same model behind this batch's rows."""
-        if not isinstance(other, DeviceSentences) or other.worker.engine is not self.worker.engine:
+        if not isinstance(other, DeviceSentences) or other.worker.graphs is not self.worker.graphs:
             raise RequestError("sentences can only join a batch of the same model")
         if other.written > self._capacity:
             raise RequestError(f"the joining rows have written more slots than the {self._capacity} of this batch")
@@ -184,7 +181,7 @@ class DeviceSentences(Sentences):
     def _change_memory(self, rows: int, source: int, capacity: int) -> None:
         """Move to memory of at least that size, unless this one is."""
         old = self.lease.memory
-        if old.rows >= rows and old.source >= source and old.capacity == self.worker.engine.capacity(capacity):
+        if old.rows >= rows and old.source >= source and old.capacity == self.worker.graphs.capacity(capacity):
             return
         lease, stream = self.worker.lease(rows, source, capacity), self.worker.stream
         lease.memory.caches.copy_rows(stream, old.caches, 0, 0, rows=self.size, slots=self.written)

@@ -1,26 +1,21 @@
 """The step model on ONNX Runtime's CUDA provider: a bundle's ONNX graphs on a GPU.
 
-It works as the engine runtime does, with its memory, its batches and its threads: a graph on the provider stands in the
-place of a TensorRT plan. What differs: a graph takes any number of rows and slots, and ONNX Runtime has a stream of its
-own, so that each run begins once this side's stream is done, and has ended when the call returns.
+A graph takes any number of slots and of target tokens. ONNX Runtime has a stream of its own, so that each run begins
+once the worker's stream is done, and has ended when the call returns.
 Importing this raises BackendUnavailable without ONNX Runtime.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
-import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tfm_export.bundle import Bundle
-from tfm_export.errors import BackendUnavailable, NumericError, RequestError
+from tfm_export.errors import BackendUnavailable, NumericError
 from tfm_export.graph import (
     DECODER_STEP,
     ENCODER,
@@ -31,40 +26,25 @@ from tfm_export.graph import (
     encoder_outputs,
 )
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime.checks import check_encode
-from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.runtime.gpu import cuda
-from tfm_export.runtime.gpu.cuda import DeviceBuffer, Stream, when_not_capturing
+from tfm_export.runtime.gpu.compiled_graphs import ANY, CompiledGraph, DeviceGraphs, GraphContext, Profile
+from tfm_export.runtime.gpu.cuda import DeviceBuffer, Stream
 from tfm_export.runtime.gpu.cuda_provider import check_cuda_provider, load_cuda_session
-from tfm_export.runtime.gpu.device_memory import BatchMemory, Lease, RowShape, bucket
-from tfm_export.runtime.gpu.device_sentences import REFILL_AT, DeviceSentences
-from tfm_export.runtime.gpu.device_worker import CLOSED, Engine, Worker
-from tfm_export.runtime.gpu.step_buffers import StepArrays
-from tfm_export.runtime.gpu.tensorrt_plans import Context, Plan, Profile
-from tfm_export.runtime.gpu.thread_workers import MOST_WORKERS, Workers
-from tfm_export.runtime.step_model import Capabilities, Ids, Mask, StepModel
+from tfm_export.runtime.gpu.device_memory import RowShape
+from tfm_export.runtime.gpu.device_model import DeviceModel
+from tfm_export.runtime.gpu.thread_workers import MOST_WORKERS
+from tfm_export.runtime.step_model import StepModel
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession, IOBinding
 
-LOG = logging.getLogger(__name__)
 MOST_ROWS = 1024  # the memory for sources is allocated once, for so many
-FIRST_CAPACITY = 16
-SLOTS_TOGETHER = 8  # the provider's fused attention wants a multiple of this
-ANY = sys.maxsize
 # ONNX's numbers for types: of bfloat16, numpy has none.
 _ELEMENT_TYPES = {"float32": 1, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
 
 
-class OnnxCudaModel(StepModel):
-    """A bundle's ONNX graphs on a GPU; a `StepModel`. Safe to use from several threads.
-
-    Attributes:
-        dimensions: the sizes that the graphs show.
-        limits: the longest sequences.
-        float_type: the dtype of caches and cross-attention keys and values.
-        capabilities: what it gives.
-    """
+class OnnxCudaModel(DeviceModel):
+    """A bundle's ONNX graphs on a GPU; a `StepModel`. Safe to use from several threads."""
 
     def __init__(
         self,
@@ -72,7 +52,7 @@ class OnnxCudaModel(StepModel):
         *,
         variant: str = "fp32",
         device: int = 0,
-        threads: int | None = None,
+        attending: Callable[[], StepModel] | None = None,
         workers: int = MOST_WORKERS,
     ) -> None:
         """Load the two graphs of a variant.
@@ -81,7 +61,7 @@ class OnnxCudaModel(StepModel):
             bundle: an open bundle.
             variant: the precision, a folder under onnx/.
             device: the number of the GPU.
-            threads: threads to compute with where attention is asked for, which is done on the CPU.
+            attending: loads a model of the same variant whose steps give attention; those of the GPU give none.
             workers: the most threads that run at the same time.
 
         Raises:
@@ -92,16 +72,13 @@ class OnnxCudaModel(StepModel):
         """
         folder = bundle.variant_path(variant)
         check_cuda_provider(device, variant=variant)
-        self._bundle, self._variant, self._threads = bundle, variant, threads
-        self.dimensions, self.limits = bundle.manifest.dimensions, bundle.manifest.limits
-        self.capabilities = Capabilities(offers_attention=True, refill_at=REFILL_AT)
-        self.float_type = PRECISIONS[variant].float_type
         try:
-            self._workers = Workers(self._load(folder, device), workers, kind=_CudaWorker)
-            self._close = weakref.finalize(self, when_not_capturing, self._workers.close)
+            super().__init__(_load(bundle, folder, PRECISIONS[variant].float_type, device), workers)
             self._try()
         except cuda.OutOfDeviceMemory as problem:
             raise BackendUnavailable(problem.problems, 'end what else uses the GPU, or device="cpu"') from problem
+        self._attending = attending
+        self.capabilities = replace(self.capabilities, offers_attention=attending is not None)
 
     def _try(self) -> None:
         """Run both graphs once: only then does CUDA load kernels, which may be none for this GPU."""
@@ -115,102 +92,78 @@ class OnnxCudaModel(StepModel):
             self.close()
             raise
 
-    def _load(self, folder: Path, device: int) -> Engine:
-        kind, dimensions, limits = self.float_type, self.dimensions, self.limits
-        encoder = _Graph(folder / ENCODER, encoder_inputs(), encoder_outputs(dimensions, kind), device)
-        inputs, outputs = decoder_step_inputs(dimensions, kind), decoder_step_outputs(dimensions, kind)
-        step = _Graph(folder / DECODER_STEP, inputs, outputs, device)
-        for graph in (encoder, step):
-            graph.profiles = [Profile(index=0, batch=MOST_ROWS, source=limits.max_source_length, query=0)]
-        step.profiles.append(Profile(index=1, batch=MOST_ROWS, source=limits.max_source_length, query=ANY))
-        return _Graphs(
-            gpu=cuda.open_gpu(device),
-            encoder=encoder,
-            steps={FIRST_CAPACITY: step},
-            dimensions=dimensions,
-            limits=limits,
-            rows=RowShape(dimensions.heads, dimensions.head_size, 4 if kind == "float32" else 2),
-            float_type=kind,
-        )
-
-    def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> DeviceSentences:
-        """Run the encoder on a padded batch and set up its caches; see `StepModel.encode`."""
-        if not self._close.alive:
-            raise RequestError(*CLOSED)
-        check_encode(source_ids, source_mask, capacity, dimensions=self.dimensions, limits=self.limits)
-        return DeviceSentences(self._workers.of_this_thread(), source_ids, source_mask, capacity)
-
-    def with_attention(self) -> OnnxModel:
-        """The same variant with steps that give attention; much slower, for it runs on the CPU.
-
-        Raises:
-            BackendUnavailable: the CPU cannot run this variant.
-            RequestError: the bundle was exported without the graph for it, or the model is closed.
-        """
-        if not self._close.alive:
-            raise RequestError(*CLOSED)
-        LOG.info("what needs attention weights is decoded on the CPU")
-        with ExitStack() as undo:
-            model = OnnxModel(self._bundle, variant=self._variant, threads=self._threads)
-            undo.callback(model.close)
-            return model.with_attention()
-
-    def close(self) -> None:
-        """Free what is on the GPU; what batches still need goes with the last of them."""
-        self._close()
+    def with_attention(self) -> StepModel:
+        """A model of the same variant with steps that give attention; see `StepModel.with_attention`."""
+        if self._attending is None:
+            return super().with_attention()
+        self._check_open()
+        return self._attending()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Graphs(Engine):
-    """The graphs of a variant, loaded."""
+def _load(bundle: Bundle, folder: Path, kind: str, device: int) -> DeviceGraphs:
+    """Load the two graphs of a variant."""
+    dimensions, limits = bundle.manifest.dimensions, bundle.manifest.limits
+    encoder = SessionGraph(
+        folder / ENCODER, encoder_inputs(), encoder_outputs(dimensions, kind), device, limits.max_source_length
+    )
+    inputs, outputs = decoder_step_inputs(dimensions, kind), decoder_step_outputs(dimensions, kind)
+    step = SessionGraph(folder / DECODER_STEP, inputs, outputs, device, limits.max_source_length)
+    return DeviceGraphs(
+        gpu=cuda.open_gpu(device),
+        encoder=encoder,
+        steps={ANY: step},
+        step_queries=0,
+        dimensions=dimensions,
+        limits=limits,
+        rows=RowShape(dimensions.heads, dimensions.head_size, 4 if kind == "float32" else 2),
+        float_type=kind,
+    )
 
-    def plan(self, capacity: int) -> Plan:  # noqa: ARG002 (one for all)
-        """The decoder step's."""
-        return self.steps[FIRST_CAPACITY]
 
-    def capacity(self, wanted: int) -> int:
-        """The slots of a batch that needs so many."""
-        slots = bucket(max(wanted, FIRST_CAPACITY), ANY)
-        return -(-slots // SLOTS_TOGETHER) * SLOTS_TOGETHER
+class SessionGraph(CompiledGraph):
+    """A graph that a session of ONNX Runtime's CUDA provider runs.
 
-
-class _Provider:
-    """In the place of a TensorRT library."""
+    Args:
+        path: the file.
+        inputs: as the graph's table says.
+        outputs: as the graph's table says.
+        device: the number of the GPU.
+        longest: source tokens.
+    """
 
     capture_problem = "ONNX Runtime runs on a stream of its own"
+    workspace_bytes = 0
 
+    def __init__(
+        self, path: Path, inputs: list[TensorSpec], outputs: list[TensorSpec], device: int, longest: int
+    ) -> None:
+        self.path, self.inputs, self.outputs, self.device = path, inputs, outputs, device
+        self.profiles = [Profile(index=0, batch=MOST_ROWS, source=longest, query=ANY)]
+        self._session: InferenceSession | None = load_cuda_session(path, inputs, outputs, device=device, threads=1)
 
-class _Graph(Plan):
-    """A graph on the CUDA provider, in the place of a plan."""
-
-    def __init__(self, path: Path, inputs: list[TensorSpec], outputs: list[TensorSpec], device: int) -> None:
-        self.path, self.library, self.profiles, self.workspace_bytes = path, _Provider(), [], 0  # type: ignore[assignment]
-        self.inputs, self.outputs, self.device = inputs, outputs, device
-        self.session: InferenceSession | None = load_cuda_session(path, inputs, outputs, device=device, threads=1)
-
-    def context(self, profile: Profile, stream: Stream, workspace: DeviceBuffer) -> Context:  # noqa: ARG002 (of a plan)
-        """What runs it."""
-        assert self.session is not None
-        return _Binding(self.session, self)
+    def context(self, profile: Profile, stream: Stream, workspace: DeviceBuffer) -> SessionContext:  # noqa: ARG002
+        """What runs it: the session takes its own stream and memory."""
+        assert self._session is not None, "a graph is asked for contexts while it is open"
+        return SessionContext(self._session, self)
 
     def save_cache(self) -> None:
         """The provider compiles nothing."""
 
     def close(self) -> None:
         """Let go of the session."""
-        self.session = None
+        self._session = None
 
 
-class _Binding(Context):
-    """Addresses bound to the inputs and outputs of a session, in the place of an execution context."""
+class SessionContext(GraphContext):
+    """Addresses bound to the inputs and outputs of a session. Not to be used by two threads at once."""
 
-    def __init__(self, session: InferenceSession, graph: _Graph) -> None:
+    def __init__(self, session: InferenceSession, graph: SessionGraph) -> None:
         self._session, self._graph = session, graph
         self._binding: IOBinding | None = None
         self._bound: object = None
 
     def bind(self, key: object, shapes: Mapping[str, Sequence[int]], addresses: Mapping[str, int]) -> None:
-        """Bind every input and output, unless they are bound already; see `Context.bind`."""
+        """Bind every input and output, unless they are bound already; see `GraphContext.bind`."""
         if key == self._bound:
             return
         self._bound, graph = None, self._graph
@@ -228,11 +181,7 @@ class _Binding(Context):
         self._binding, self._bound = binding, key
 
     def enqueue(self, stream: Stream) -> None:
-        """Run it, now; see `Context.enqueue`.
-
-        Raises:
-            OutOfDeviceMemory: what it computes does not fit.
-        """
+        """Run it, now; see `GraphContext.enqueue`."""
         stream.synchronize()
         try:
             self._session.run_with_iobinding(self._binding)
@@ -249,18 +198,3 @@ class _Binding(Context):
     def close(self) -> None:
         """Let go of the session."""
         self._binding = self._bound = None
-
-
-class _CudaWorker(Worker):
-    """Runs batches on the provider, one after the other."""
-
-    def lease(self, rows: int, source: int, capacity: int) -> Lease:
-        """Zeroed memory for a batch; see `Worker.lease`."""
-        if rows > MOST_ROWS:
-            raise RequestError(f"a batch may have {MOST_ROWS:,} sentences on a GPU, found {rows:,}", "max_batch_size")
-        return super().lease(rows, source, capacity)
-
-    def step(self, memory: BatchMemory, arrays: StepArrays) -> None:
-        """Run a step whose arrays are filled; see `Worker.step`."""
-        self._run(self._contexts[FIRST_CAPACITY, 1], memory, arrays)
-        self.stream.synchronize()

@@ -1,4 +1,4 @@
-"""A worker for every thread that runs an engine, as long as there are not too many of them."""
+"""A worker for every thread that runs a model's graphs, as long as there are not too many of them."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ import threading
 import weakref
 
 from tfm_export.errors import RequestError
+from tfm_export.runtime.gpu.compiled_graphs import DeviceGraphs
 from tfm_export.runtime.gpu.cuda import OutOfDeviceMemory
-from tfm_export.runtime.gpu.device_worker import CLOSED, Engine, Worker
+from tfm_export.runtime.gpu.device_worker import CLOSED, Worker
 
 LOG = logging.getLogger(__name__)
 MOST_WORKERS = 4  # threads that run at the same time; more share them, for each has memory of its own
 
 
 class Workers:
-    """The workers of an engine. A thread keeps its worker, and leaves it to others when it ends."""
+    """The workers of a model. A thread keeps its worker, and leaves it to others when it ends."""
 
-    def __init__(self, engine: Engine, most: int = MOST_WORKERS, *, kind: type[Worker] = Worker) -> None:
+    def __init__(self, graphs: DeviceGraphs, most: int = MOST_WORKERS) -> None:
         """Make the first, so that what cannot work fails now.
 
         Args:
-            engine: what they run.
+            graphs: what they run; closed with the last of them, or if this fails.
             most: workers.
-            kind: of worker.
 
         Raises:
             RequestError: most is less than 1.
             OutOfDeviceMemory: the GPU has not enough memory.
-            BackendUnavailable: the engine cannot be run.
+            BackendUnavailable: the graphs cannot be run.
         """
         if most < 1:
-            engine.close()
+            graphs.close()
             raise RequestError(f"workers must be at least 1, found {most}")
-        self._engine, self._most, self._kind = engine, most, kind
+        self._graphs, self._most = graphs, most
         self._lock, self._closing = threading.Lock(), False
         self._here = threading.local()
         self._seats: dict[Worker, weakref.WeakSet[_Seat]] = {}
         try:
             self._add()
         except BaseException:
-            engine.close()
+            graphs.close()
             raise
         self._save_caches()
 
@@ -84,7 +84,7 @@ class Workers:
             return worker
 
     def _add(self) -> Worker:
-        worker = self._kind(self._engine, reclaim=self._reclaim, closed=self._closed)
+        worker = Worker(self._graphs, reclaim=self._reclaim, closed=self._closed)
         self._seats[worker] = weakref.WeakSet()
         return worker
 
@@ -95,11 +95,11 @@ class Workers:
                 worker.free_idle()
 
     def _save_caches(self) -> None:
-        for plan in self._engine.plans:
-            plan.save_cache()
+        for graph in self._graphs.every:
+            graph.save_cache()
 
     def close(self) -> None:
-        """Close every worker, and the engine with the last of them; waits for nobody."""
+        """Close every worker, and the graphs with the last of them; waits for nobody."""
         self._closing = True
         self._close_if_asked()
 
@@ -116,7 +116,7 @@ class Workers:
     def _closed(self, worker: Worker) -> None:
         self._seats.pop(worker, None)
         if not self._seats:
-            self._engine.close()
+            self._graphs.close()
 
 
 class _Seat:
