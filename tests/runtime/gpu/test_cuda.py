@@ -202,7 +202,7 @@ def cudart() -> Any:
 
 def names_in_use() -> set[str]:
     """Every name of CUDA that the runtime uses, as attributes or as the name of a call that frees something."""
-    tree = ast.parse((ROOT / "tfm_export/runtime/cuda.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "tfm_export/runtime/gpu/cuda.py").read_text(encoding="utf-8"))
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return {name for name in attributes | strings if re.fullmatch(r"(make_)?cuda[A-Z]\w*", name)}

@@ -221,7 +221,7 @@ def test_the_engines_limits_are_the_models(bundle: Bundle, machine: Machine) -> 
 
 def test_batches_are_no_larger_than_the_engines(model: TensorRTModel) -> None:
     assert model.max_batch_size == 8
-    message = r"batches of up to 8 sentences, found 9\nTry: max_batch_size=8 .*--max-batch-size 9"
+    message = r"a batch may have 8 sentences on this GPU, found 9\nTry: max_batch_size=8 .*--max-batch-size 9"
     with pytest.raises(RequestError, match=message):
         model.encode(*padded([[4, 2]] * 9), capacity=4)
     sentences = model.encode(*padded([[4, 2]] * 5), capacity=4)
