@@ -22,7 +22,7 @@ from typing import Any
 from tfm_export.bundle import Bundle
 from tfm_export.errors import TfmExportError
 from tfm_export.extras import ONNXRUNTIME_DISTRIBUTIONS, require, require_onnxruntime
-from tfm_export.runtime.backends import candidates, survey
+from tfm_export.runtime.backends import backend_choices, survey
 from tfm_export.runtime.cpu.processor import cpu_features
 from tfm_export.runtime.gpu import cuda
 from tfm_export.runtime.threads import usable_cpus
@@ -160,7 +160,7 @@ def bundle(path: str) -> dict[str, Any]:
         for way, problem in survey(opened)
     ]
     runs = {way["text"] for way in ways if way["problem"] is None}
-    return {"ways": ways, "taken": next((str(way) for way in candidates(opened) if str(way) in runs), None)}
+    return {"ways": ways, "taken": next((str(way) for way in backend_choices(opened) if str(way) in runs), None)}
 
 
 def packages() -> dict[str, Any]:

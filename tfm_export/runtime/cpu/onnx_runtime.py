@@ -33,7 +33,7 @@ from tfm_export.graph import (
 )
 from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.checks import check_encode, check_finite, check_step_arrays, check_steps, step_problems
-from tfm_export.runtime.cpu.host_memory import HostMemory, Pool
+from tfm_export.runtime.cpu.host_memory import HostMemory, HostPool
 from tfm_export.runtime.onnx_sessions import check_form, session_options
 from tfm_export.runtime.step_model import Capabilities, Floats, Ids, Mask, Sentences, StepModel, StepOutput
 from tfm_export.runtime.threads import threads_to_use
@@ -83,7 +83,7 @@ class OnnxModel(StepModel):
         folder = folder or bundle.variant_path(variant)
         _check_kernels(bundle, variant)
         self.dimensions, self.limits = bundle.manifest.dimensions, bundle.manifest.limits
-        self._pools = Pool(), Pool()
+        self._pools = HostPool(), HostPool()
         self.capabilities = Capabilities(offers_attention=True, steps_greedily=True, packs=True, threads=threads)
         self.float_type, self._folder = PRECISIONS[variant].float_type, folder
         self._threads, self._exact = threads, exact
