@@ -12,9 +12,9 @@ from typing import get_args
 import pytest
 
 import tfm_export
-from tfm_export.runtime.backends import Backend
+from tfm_export.runtime.backends import Backend, backend_choices
 from tfm_export.runtime.gpu.cuda_provider import OLDEST, VARIANTS
-from tfm_export.runtime.gpu.thread_workers import MOST_WORKERS
+from tfm_export.runtime.gpu.device_model import MOST_WORKERS
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")

@@ -203,9 +203,10 @@ def test_numbers_of_the_model_that_are_not_finite_are_told() -> None:
 class Paths:
     """Two sentences on their way, some of whose tokens the model has taken in before it was asked."""
 
-    def __init__(self, guesses: int = 4) -> None:
+    def __init__(self, guesses: int = 4, **of_draft: Any) -> None:
         endless = random_table(5, sharpness=0.0)  # token 0, whatever came before
-        self.model, draft = FakeModel(endless, 5, 5, LONGEST), FakeModel(endless, 5, 5, LONGEST, runs_ahead=True)
+        self.model = FakeModel(endless, 5, 5, LONGEST)
+        draft = FakeModel(endless, 5, 5, LONGEST, runs_ahead=True, **of_draft)
         self.sentences = SpeculativeModel(self.model, draft, {2}).encode(*padded([[5, 6], [7]]), capacity=16)
         assert self.runs(0) == 1
         assert self.runs(1) == 1
@@ -334,6 +335,12 @@ def test_whatever_else_is_asked_is_asked_of_the_model(other: dict[str, Any]) -> 
 def test_what_makes_no_sense_is_asked_of_the_model(other: dict[str, Any]) -> None:
     with pytest.raises(AssertionError, match="positions"):  # of the fake model, which says what it sees
         Paths().runs(2, **other)
+
+
+def test_a_draft_that_keeps_all_its_slots_is_given_up_when_the_model_does_not() -> None:
+    paths = Paths(packs=False)
+    paths.sentences.pack(np.arange(2)[None].repeat(2, 0), 16)
+    assert [paths.runs(slot) for slot in (2, 3, 4)] == [1, 1, 1]
 
 
 def test_slots_that_take_others_places_are_taken_in_again() -> None:

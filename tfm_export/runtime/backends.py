@@ -26,6 +26,7 @@ from tfm_export.runtime.step_model import StepModel
 
 LOG = logging.getLogger(__name__)
 BACKENDS = ("auto", "onnxruntime", "tensorrt")
+NO_GPU = [0]  # where there is none: `BackendChoice.check` says why
 GPU = re.compile(r"cuda|(?:cuda:)?([0-9]{1,4})")
 DOCTOR = "tfm-export doctor BUNDLE, which shows what this machine has and what of the bundle runs on it"
 
@@ -79,13 +80,10 @@ class BackendChoice:
             check_cuda_provider(self.gpu, variant=self.variant)
         else:
             require_onnxruntime()
+            from tfm_export.runtime.cpu.onnx_runtime import check_kernels
+
             for variant in self.variants:
-                if not PRECISIONS[variant].runs_on_cpu:
-                    others = [name for name in bundle.manifest.variants if PRECISIONS[name].runs_on_cpu]
-                    raise BackendUnavailable(
-                        f"ONNX Runtime's CPU provider cannot run {variant}",
-                        f"{'a GPU, or ' if self.draft is None else ''}another variant: {', '.join(others)}",
-                    )
+                check_kernels(bundle, variant, or_gpu=self.draft is None)
 
     def open(self, bundle: Bundle, *, threads: int | None = None) -> StepModel:
         """Load it; see `check`."""
@@ -199,7 +197,7 @@ def backend_choices(
         engines = _engines(bundle, variant)
         if backend == "tensorrt" and not engines:
             raise _no_engine(bundle, variant)
-        gpus = (_gpus() if engines else []) if place is None else [int(place)]
+        gpus = (_gpus() or NO_GPU if engines else []) if place is None else [int(place)]
         found += [BackendChoice(variant=of, gpu=gpu, engine=name) for name, of in engines for gpu in gpus]
     if backend != "tensorrt" and place != "cpu" and (place is not None or _has_cuda_provider()):
         on_gpu = ("fp16" if "fp16" in bundle.manifest.variants else "fp32") if variant == "auto" else variant or "fp32"
@@ -235,7 +233,7 @@ def survey(
         gpus: their numbers; None for all of this machine.
         cpu: whether the CPU is looked at, too.
     """
-    numbers, variants = _gpus() if gpus is None else gpus, list(bundle.manifest.variants)
+    numbers, variants = (_gpus() or NO_GPU) if gpus is None else gpus, list(bundle.manifest.variants)
     ways = [BackendChoice(variant=of, gpu=gpu, engine=name) for name, of in _engines(bundle, None) for gpu in numbers]
     ways += [BackendChoice(variant=variant, gpu=gpu) for gpu in numbers for variant in variants]
     ways += [BackendChoice(variant=variant) for variant in variants if cpu]
@@ -300,26 +298,19 @@ def _has_cuda_provider() -> bool:
 
 
 def _gpus() -> list[int]:
-    """The numbers of the GPUs; [0] where there is none, for `BackendChoice.check` to say why."""
+    """The numbers of the GPUs; none where they cannot be counted."""
     try:
         return [device.index for device in cuda.devices()]
-    except Exception:  # noqa: BLE001 (the check meets it again)
-        return [0]
+    except Exception:  # noqa: BLE001 (`BackendChoice.check` meets it again)
+        return []
 
 
 def _tell(choice: BackendChoice, passed: list[tuple[BackendChoice, TfmExportError]]) -> None:
     """Log what was chosen and what was passed over: as a warning where there is a GPU."""
-    level = logging.WARNING if passed and _gpu_is_there() else logging.INFO
+    level = logging.WARNING if passed and _gpus() else logging.INFO
     for other, problem in passed:
         LOG.log(level, "%s is not used: %s", other, " ".join(problem.problems))
     LOG.info("%s is used", choice)
-
-
-def _gpu_is_there() -> bool:
-    try:
-        return bool(cuda.devices())
-    except BackendUnavailable:
-        return False
 
 
 def _unavailable(passed: list[tuple[BackendChoice, TfmExportError]]) -> TfmExportError:

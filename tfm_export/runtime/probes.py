@@ -66,7 +66,7 @@ def gpus() -> dict[str, Any]:
         return {"devices": [], "problem": f"there is no NVIDIA driver: {problem}"}
     version, count = ctypes.c_int(), ctypes.c_int()
     driver.cuDriverGetVersion(ctypes.byref(version))
-    found: dict[str, Any] = {"driver": cuda.driver_release(), "cuda": _cuda_version(version.value), "devices": []}
+    found: dict[str, Any] = {"driver": cuda.driver_release(), "cuda": cuda.version_text(version.value), "devices": []}
     if error := driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return {**found, "problem": f"the NVIDIA driver finds no GPU that works (error {error})"}
     if not count.value:
@@ -88,11 +88,6 @@ def _driver_device(driver: ctypes.CDLL, index: int) -> dict[str, Any]:
         "compute_capability": f"{capability[0].value}.{capability[1].value}",
         "memory_bytes": memory.value,
     }
-
-
-def _cuda_version(number: int) -> str:
-    """13040 is 13.4."""
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def cuda_python() -> dict[str, Any]:

@@ -254,7 +254,7 @@ CALLS: dict[str, Callable[[Gpu, Stream], object]] = {
     "wait_for": lambda _, stream: stream.wait_for(stream),
     "synchronize": lambda _, stream: stream.synchronize(),
     "capture": lambda _, stream: stream.capture(lambda: None),
-    "launch": lambda _, stream: stream.launch(0),
+    "launch": lambda _, stream: cuda.Graph(stream, stream._cudart, 0).launch(),
     "cudaMalloc": lambda gpu, _: gpu.call(gpu._cudart.cudaMalloc(8)),
     "cudaHostAlloc": lambda gpu, _: gpu.call(gpu._cudart.cudaHostAlloc(8, gpu._cudart.cudaHostAllocDefault)),
     "cudaEventRecord": lambda gpu, _: gpu.call(gpu._cudart.cudaEventRecord(gpu._cudart.cudaEvent_t(1), 0)),

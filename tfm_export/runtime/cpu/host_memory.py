@@ -96,6 +96,7 @@ class HostMemory:
     """Rows of sentences. Everything is finite from the start: masked slots are multiplied by 0, and 0 * NaN is NaN.
 
     Attributes:
+        dimensions: the model's.
         size: B, rows in use.
         capacity: C, slots of each row.
         source_mask: [R, S].
@@ -121,6 +122,7 @@ class HostMemory:
             float_type: of the caches.
             pools: where the memory of caches comes from and goes back to, and that of the rest.
         """
+        self.dimensions = dimensions
         rows, source = source_mask.shape
         heads, head_size = dimensions.heads, dimensions.head_size
         self._cache_pool, self._cross_pool = pools or (HostPool(), HostPool())
@@ -137,11 +139,6 @@ class HostMemory:
     def rows(self) -> int:
         """R: rows allocated."""
         return len(self.source_mask)
-
-    @property
-    def bytes(self) -> int:
-        """What caches and cross-attention keys and values take."""
-        return sum(array.nbytes for array in (*self.caches.values(), *self.cross.values()))
 
     def in_use(self) -> dict[str, Array]:
         """The first B rows of every array, by graph input name."""

@@ -8,7 +8,6 @@ buffers that stay bound until a shape changes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ from tfm_export.graph import (
     DECODER_STEP,
     DECODER_STEP_ATTENTION,
     ENCODER,
-    Dimensions,
     TensorSpec,
     cache_output_name,
     decoder_step_inputs,
@@ -35,7 +33,7 @@ from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.checks import check_encode, check_finite, check_step_arrays, check_steps, step_problems
 from tfm_export.runtime.cpu.host_memory import HostMemory, HostPool
 from tfm_export.runtime.onnx_sessions import check_form, session_options
-from tfm_export.runtime.step_model import Capabilities, Floats, Ids, Mask, Sentences, StepModel, StepOutput
+from tfm_export.runtime.step_model import Capabilities, Floats, Ids, Mask, Sentences, StepModel, StepOutput, Until
 from tfm_export.runtime.threads import threads_to_use
 
 if TYPE_CHECKING:
@@ -49,9 +47,6 @@ class OnnxModel(StepModel):
     """A bundle's ONNX graphs, loaded; the `StepModel` of the CPU. Safe to use from several threads.
 
     Attributes:
-        dimensions: the sizes that the graphs show.
-        limits: the longest sequences.
-        capabilities: what it gives.
         float_type: the dtype of caches and cross-attention keys and values.
     """
 
@@ -81,7 +76,7 @@ class OnnxModel(StepModel):
         """
         threads = threads_to_use(threads)
         folder = folder or bundle.variant_path(variant)
-        _check_kernels(bundle, variant)
+        check_kernels(bundle, variant)
         self.dimensions, self.limits = bundle.manifest.dimensions, bundle.manifest.limits
         self._pools = HostPool(), HostPool()
         self.capabilities = Capabilities(offers_attention=True, steps_greedily=True, packs=True, threads=threads)
@@ -131,7 +126,7 @@ class OnnxModel(StepModel):
             _bind_output(binding, name, array)
         encoder.run_with_iobinding(binding)
         memory.zero_padding()
-        return OnnxSentences(decoder_step, memory, self.dimensions, self.limits, self.capabilities.gives_attention)
+        return OnnxSentences(decoder_step, memory, self.limits, self.capabilities.gives_attention)
 
     def close(self) -> None:
         """Let go of the sessions and of memory; what batches still need goes with the last of them."""
@@ -148,16 +143,8 @@ class OnnxSentences(Sentences):
         memory: the caches, and what the encoder gave.
     """
 
-    def __init__(
-        self,
-        session: InferenceSession,
-        memory: HostMemory,
-        dimensions: Dimensions,
-        limits: Limits,
-        attention: bool,
-    ) -> None:
-        self.session, self.memory, self._dimensions, self._limits = session, memory, dimensions, limits
-        self._attention = attention
+    def __init__(self, session: InferenceSession, memory: HostMemory, limits: Limits, attention: bool) -> None:
+        self.session, self.memory, self._limits, self._attention = session, memory, limits, attention
         self._bound: dict[tuple[int, bool], _BoundStep] = {}
 
     @property
@@ -181,14 +168,7 @@ class OnnxSentences(Sentences):
         return bound.output
 
     def step_greedily(
-        self,
-        target_ids: Ids,
-        positions: Ids,
-        write_index: Ids,
-        self_mask: Mask,
-        *,
-        steps: int,
-        until: Callable[[list[int]], bool],
+        self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, steps: int, until: Until
     ) -> tuple[Ids, Floats]:
         """Take several steps; see `Sentences.step_greedily`."""
         memory, bound = self.memory, self._filled(target_ids, positions, write_index, self_mask, full=False)
@@ -208,22 +188,18 @@ class OnnxSentences(Sentences):
 
     def _filled(self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, full: bool) -> _BoundStep:
         """A step that is ready to be run."""
-        memory = self.memory
-        check_step_arrays(target_ids, positions, write_index, self_mask, size=memory.size, capacity=memory.capacity)
+        memory, given = self.memory, (target_ids, positions, write_index, self_mask)
+        check_step_arrays(*given, size=memory.size, capacity=memory.capacity)
         query = target_ids.shape[1]
         bound = self._bound.get((query, full)) or self._bind(query, full)
-        if not bound.fill(target_ids, positions, write_index, self_mask):
-            raise RequestError(
-                step_problems(
-                    target_ids, positions, write_index, self_mask, dimensions=self._dimensions, limits=self._limits
-                )
-            )
+        if not bound.fill(*given):
+            raise RequestError(step_problems(*given, dimensions=memory.dimensions, limits=self._limits))
         return bound
 
     def _bind(self, query: int, full: bool) -> _BoundStep:
         if len(self._bound) == _BINDINGS:
             del self._bound[next(iter(self._bound))]
-        bound = _BoundStep(self.session, self.memory, self._dimensions, self._limits, query, full, self._attention)
+        bound = _BoundStep(self.session, self.memory, self._limits, query, full, self._attention)
         self._bound[query, full] = bound
         return bound
 
@@ -266,16 +242,9 @@ class _BoundStep:
     """
 
     def __init__(
-        self,
-        session: InferenceSession,
-        memory: HostMemory,
-        dimensions: Dimensions,
-        limits: Limits,
-        query: int,
-        full: bool,
-        attention: bool,
+        self, session: InferenceSession, memory: HostMemory, limits: Limits, query: int, full: bool, attention: bool
     ) -> None:
-        size = memory.size
+        size, dimensions = memory.size, memory.dimensions
         tokens = size * query
         integers = np.zeros(2 * tokens + size, np.int64)
         self._target_ids = integers[:tokens].reshape(size, query)
@@ -341,15 +310,22 @@ def _bind_output(binding: IOBinding, name: str, array: NDArray[Any]) -> None:
     binding.bind_ortvalue_output(name, onnxruntime.OrtValue.ortvalue_from_numpy(array))
 
 
-def _check_kernels(bundle: Bundle, variant: str) -> None:
-    """Refuse a variant of numbers that the CPU provider cannot compute with."""
+def check_kernels(bundle: Bundle, variant: str, *, or_gpu: bool = True) -> None:
+    """Make sure that the CPU provider can compute with a variant's numbers.
+
+    Args:
+        bundle: an open bundle.
+        variant: the precision.
+        or_gpu: whether a GPU would do, too.
+
+    Raises:
+        BackendUnavailable: it has no kernels for them.
+    """
     if PRECISIONS[variant].runs_on_cpu:
         return
     others = [name for name in bundle.manifest.variants if PRECISIONS[name].runs_on_cpu]
-    raise BackendUnavailable(
-        f"{variant} does not run on a CPU: ONNX Runtime has no {PRECISIONS[variant].float_type} kernels for it",
-        f"a GPU, or {' or '.join(others)} of this bundle" if others else "a GPU",
-    )
+    hints = ["a GPU"] * or_gpu + [f"another variant: {', '.join(others)}"] * bool(others)
+    raise BackendUnavailable(f"ONNX Runtime's CPU provider cannot run {variant}", ", or ".join(hints))
 
 
 def load_session(

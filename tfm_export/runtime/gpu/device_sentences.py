@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfm_export.errors import RequestError
-from tfm_export.graph import Dimensions, cross_names, self_cache_names
+from tfm_export.graph import cross_names, self_cache_names
 from tfm_export.runtime.checks import check_finite, check_step_arrays, step_problems
 from tfm_export.runtime.gpu.device_memory import bucket
 from tfm_export.runtime.gpu.device_worker import Worker
@@ -50,50 +50,37 @@ class DeviceSentences(Sentences):
         """C: slots of each row."""
         return self._capacity
 
-    @property
-    def _dimensions(self) -> Dimensions:
-        return self.worker.graphs.dimensions
-
     def step(
         self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, full: bool = False
     ) -> StepOutput:
         """Write Q tokens into the cache and say what may follow each; see `Sentences.step`."""
-        worker, memory, size = self.worker, self.lease.memory, self.size
-        check_step_arrays(target_ids, positions, write_index, self_mask, size=size, capacity=self._capacity)
+        given = target_ids, positions, write_index, self_mask
+        check_step_arrays(*given, size=self.size, capacity=self._capacity)
+        worker, graphs, memory = self.worker, self.worker.graphs, self.lease.memory
+        size, query = target_ids.shape
         with worker.working():
-            arrays = worker.arrays(memory, size, target_ids.shape[1])
-            if not arrays.fill(target_ids, positions, write_index, self_mask, self.source_mask):
-                raise RequestError(*self._problems(target_ids, positions, write_index, self_mask))
+            arrays = worker.arrays(memory, size, query)
+            if not arrays.fill(*given, self.source_mask):
+                raise self._refusal(step_problems(*given, dimensions=graphs.dimensions, limits=graphs.limits))
             worker.step(memory, arrays)
-            self.written = max(self.written, int(write_index.max()) + target_ids.shape[1])
-            log_probs, normaliser = self._fetch(arrays.addresses, target_ids.shape[1]) if full else (None, None)
+            self.written = max(self.written, int(write_index.max()) + query)
+            log_probs, normaliser = self._fetch(arrays.addresses, query) if full else (None, None)
             output = StepOutput(arrays.top_log_probs[:size].copy(), arrays.top_ids[:size].copy(), log_probs, normaliser)
         check_finite(output.top_log_probs[:, :, 0])
         return output
 
-    def _problems(
-        self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask
-    ) -> tuple[list[str], str | None]:
-        """What is wrong with a step that was refused, and what to try."""
-        problems = step_problems(
-            target_ids,
-            positions,
-            write_index,
-            self_mask,
-            dimensions=self._dimensions,
-            limits=self.worker.graphs.limits,
-        )
+    def _refusal(self, problems: list[str]) -> RequestError:
+        """Of a step in which something is wrong, or else nothing but its slots."""
         if problems:
-            return problems, None
-        slots = self.lease.memory.capacity
-        return (
-            [f"a step needs more than the {slots} slots a sentence that the engine was built for"],
+            return RequestError(problems)
+        return RequestError(
+            f"a step needs more than the {self.lease.memory.capacity} slots a sentence that the engine was built for",
             f"fewer beams or shorter targets, or tfm-export trt --capacity {self._capacity} --force",
         )
 
     def _fetch(self, addresses: dict[str, int], query: int) -> tuple[Floats, Floats]:
         """log_probs [B, Q, V] and log_normaliser [B, Q] of the last step."""
-        rows, vocabulary = self.size * query, self._dimensions.target_vocabulary_size
+        rows, vocabulary = self.size * query, self.worker.graphs.dimensions.target_vocabulary_size
         if self._pinned.nbytes < 4 * rows * (vocabulary + 1):
             self._pinned = self.worker.graphs.gpu.allocate_host(4 * rows * (vocabulary + 1))
         numbers = self._pinned.view(np.float32)
@@ -132,10 +119,10 @@ class DeviceSentences(Sentences):
 
     def read(self, name: str) -> Floats:
         """A copy of a cache or a cross-attention tensor; see `Sentences.read`."""
-        memory = self.lease.memory
+        memory, graphs = self.lease.memory, self.worker.graphs
         source: int = self.source_mask.shape[1]
-        lengths = dict.fromkeys(self_cache_names(self._dimensions), self._capacity)
-        lengths |= dict.fromkeys(cross_names(self._dimensions), source)
+        lengths = dict.fromkeys(self_cache_names(graphs.dimensions), self._capacity)
+        lengths |= dict.fromkeys(cross_names(graphs.dimensions), source)
         if name not in lengths:
             raise RequestError(f"no tensor {name!r}; there are {', '.join(lengths)}")
         block = memory.caches if name in memory.caches.names else memory.cross
@@ -143,10 +130,10 @@ class DeviceSentences(Sentences):
         with self.worker.working():
             pinned = self.worker.graphs.gpu.allocate_host(int(np.prod(shape)) * block.shape.item_bytes)
             self.worker.fetch({block.address(name): pinned})
-        found = _as_float32(pinned, self.worker.graphs.float_type).reshape(shape)
-        result: Floats = np.zeros((self.size, shape[1], lengths[name], self._dimensions.head_size), np.float32)
+        found = _as_float32(pinned, graphs.float_type).reshape(shape)
+        result: Floats = np.zeros((self.size, shape[1], lengths[name], graphs.dimensions.head_size), np.float32)
         kept = min(lengths[name], block.length)  # a capacity that no graph has is never written to the end
-        result[:, :, :kept] = found[: self.size, :, :kept, : self._dimensions.head_size]
+        result[:, :, :kept] = found[: self.size, :, :kept, : graphs.dimensions.head_size]
         return result
 
     def append(self, other: Sentences) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,12 +30,12 @@ SHORTEST_SOURCE = 8
 CLOSED = "the model is closed", "load the bundle again"
 
 
+@dataclass
 class _Captured:
     """A step of fixed shapes and addresses: a CUDA graph wants a context that nothing else changes."""
 
-    def __init__(self, context: GraphContext) -> None:
-        self.context = context
-        self.graph: Graph | None = None
+    context: GraphContext
+    graph: Graph | None = None
 
     def close(self) -> None:
         if self.graph is not None:

@@ -31,8 +31,7 @@ from tfm_export.runtime.gpu.compiled_graphs import ANY, CompiledGraph, DeviceGra
 from tfm_export.runtime.gpu.cuda import DeviceBuffer, Stream
 from tfm_export.runtime.gpu.cuda_provider import check_cuda_provider, load_cuda_session
 from tfm_export.runtime.gpu.device_memory import RowShape
-from tfm_export.runtime.gpu.device_model import DeviceModel
-from tfm_export.runtime.gpu.thread_workers import MOST_WORKERS
+from tfm_export.runtime.gpu.device_model import MOST_WORKERS, DeviceModel
 from tfm_export.runtime.step_model import StepModel
 
 if TYPE_CHECKING:

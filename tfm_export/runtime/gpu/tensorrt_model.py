@@ -12,20 +12,13 @@ from dataclasses import replace
 from tfm_export.bundle import Bundle, Limits
 from tfm_export.engines import ENCODER_PLAN, ENGINES, EngineRecord, check_runs_here, read_engine, step_plan
 from tfm_export.errors import BackendUnavailable
-from tfm_export.graph import (
-    TensorSpec,
-    decoder_step_inputs,
-    decoder_step_outputs,
-    encoder_inputs,
-    encoder_outputs,
-)
+from tfm_export.graph import TensorSpec, decoder_step_inputs, decoder_step_outputs, encoder_inputs, encoder_outputs
 from tfm_export.runtime.gpu import cuda
 from tfm_export.runtime.gpu.compiled_graphs import DeviceGraphs
 from tfm_export.runtime.gpu.cuda import Gpu
 from tfm_export.runtime.gpu.device_memory import RowShape
-from tfm_export.runtime.gpu.device_model import DeviceModel
+from tfm_export.runtime.gpu.device_model import MOST_WORKERS, DeviceModel
 from tfm_export.runtime.gpu.tensorrt_plans import Library, Plan, RuntimeCacheFile
-from tfm_export.runtime.gpu.thread_workers import MOST_WORKERS
 
 
 def check_engine(bundle: Bundle, engine: str, device: int = 0) -> EngineRecord:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import functools
 import logging
 import mmap
-import os
 import re
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tfm_export.bundle import write_bytes
 from tfm_export.errors import BackendUnavailable, BundleError
 from tfm_export.extras import require
 from tfm_export.graph import TensorSpec, cache_output_name
@@ -115,13 +114,7 @@ def _log(module: Any) -> Any:
 
 
 class Plan(CompiledGraph):
-    """A plan, loaded, of which every input and output is as the graph's table says.
-
-    Attributes:
-        profiles: by the number of target tokens they take, the fewest first.
-        workspace_bytes: what its contexts need for themselves.
-        capture_problem: why its steps are not to be captured as CUDA graphs; None where they are.
-    """
+    """A plan, loaded, of which every input and output is as the graph's table says."""
 
     def __init__(
         self,
@@ -293,15 +286,7 @@ class RuntimeCacheFile:
             return
         try:
             self.path.parent.mkdir(exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(content)
-                os.chmod(temporary, 0o644)
-                os.replace(temporary, self.path)
-            except BaseException:
-                Path(temporary).unlink(missing_ok=True)
-                raise
+            write_bytes(self.path, content)
         except OSError as problem:
             LOG.info("what TensorRT-RTX compiled is not kept for the next start: %s", problem)
         self._known = content
