@@ -44,9 +44,9 @@ def memory_that_is_not_zeroed(patch: Patch) -> None:
 def caches_that_are_not_updated_in_place(patch: Patch) -> None:
     bind = PlanContext.bind
 
-    def elsewhere(self: PlanContext, key: object, shapes: Any, addresses: dict[str, int]) -> None:
+    def elsewhere(self: PlanContext, key: object, sizes: Any, addresses: dict[str, int]) -> None:
         moved = {name: addresses["self_key_0"] if name.endswith("_out") else a for name, a in addresses.items()}
-        bind(self, key, shapes, moved)
+        bind(self, key, sizes, moved)
 
     patch.setattr(PlanContext, "bind", elsewhere)
 

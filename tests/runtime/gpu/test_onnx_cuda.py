@@ -244,22 +244,22 @@ def test_what_the_preloading_prints_is_logged(
 # The emulation is strict: a runtime that is broken in one of these ways does not get through.
 
 
-def bind_elsewhere(binding: Any, key: object, shapes: Any, addresses: dict[str, int]) -> None:
+def bind_elsewhere(binding: Any, key: object, sizes: Any, addresses: dict[str, int]) -> None:
     other = {name: address + 256 if name.endswith("_out") else address for name, address in addresses.items()}
-    BIND(binding, key, shapes, other)
+    BIND(binding, key, sizes, other)
 
 
-def bind_freed(binding: Any, key: object, shapes: Any, addresses: dict[str, int]) -> None:
-    BIND(binding, key, shapes, dict.fromkeys(addresses, 0x1234))
+def bind_freed(binding: Any, key: object, sizes: Any, addresses: dict[str, int]) -> None:
+    BIND(binding, key, sizes, dict.fromkeys(addresses, 0x1234))
 
 
 def run_at_once(binding: Any, stream: Any) -> None:  # noqa: ARG001 (without waiting for the copies on the stream)
     binding._session.run_with_iobinding(binding._binding)
 
 
-def bind_once(binding: Any, key: object, shapes: Any, addresses: dict[str, int]) -> None:
+def bind_once(binding: Any, key: object, sizes: Any, addresses: dict[str, int]) -> None:
     if binding._binding is None:
-        BIND(binding, key, shapes, addresses)
+        BIND(binding, key, sizes, addresses)
 
 
 BIND = onnx_cuda.SessionContext.bind

@@ -6,7 +6,7 @@ Letters as in `step_model`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,12 +40,12 @@ class Profile:
 class GraphContext(Protocol):
     """A compiled graph with memory bound to its inputs and outputs. Not to be used by two threads at once."""
 
-    def bind(self, key: object, shapes: Mapping[str, Sequence[int]], addresses: Mapping[str, int]) -> None:
+    def bind(self, key: object, sizes: Mapping[str, int], addresses: Mapping[str, int]) -> None:
         """Set shapes and addresses, unless they are set already.
 
         Args:
             key: tells these shapes and addresses from all others.
-            shapes: of every input.
+            sizes: of the axes that have names in the graph's table.
             addresses: of every input and output.
 
         Raises:

@@ -176,9 +176,8 @@ class Worker:
         batch, source = bucket(len(source_ids), memory.rows), memory.source
         inputs, addresses = encoder_arrays(self._encoder_buffers, source_ids, source_mask, batch, source)
         context = self._contexts[self.graphs.encoder, profile]
-        shapes = dict.fromkeys(addresses, (batch, source))
         outputs = {name: memory.cross.address(name) for name in memory.cross.names}
-        context.bind((memory.number, batch), shapes, addresses | outputs)
+        context.bind((memory.number, batch), {"batch": batch, "source": source}, addresses | outputs)
         self.stream.to_device(self._encoder_buffers.address, inputs)
         context.enqueue(self.stream)
         self._zero_padding(memory, source_mask)
@@ -242,9 +241,7 @@ class Worker:
     def _run(self, context: GraphContext, memory: BatchMemory, arrays: StepArrays) -> None:
         caches = {cache_output_name(name): memory.caches.address(name) for name in memory.caches.names}
         addresses = {**arrays.addresses, **memory.addresses(), **caches}  # caches are updated in place
-        context.bind(
-            (memory.number, arrays.shape, arrays.addresses["target_ids"]), self._shapes(arrays.shape), addresses
-        )
+        context.bind((memory.number, arrays.shape, arrays.addresses["target_ids"]), vars(arrays.shape), addresses)
         self._submit(context, arrays)
 
     def _submit(self, context: GraphContext, arrays: StepArrays) -> None:
@@ -279,21 +276,6 @@ class Worker:
         if len(self._captured) > MOST_GRAPHS:
             self.stream.synchronize()
             self._captured.popitem(last=False)[1].close()
-
-    def _shapes(self, shape: StepShape) -> dict[str, tuple[int, ...]]:
-        rows = self.graphs.rows
-        batch, query, source, capacity = shape.batch, shape.query, shape.source, shape.capacity
-        cache = (batch, rows.heads, capacity, rows.head_size)
-        cross = (batch, rows.heads, source, rows.head_size)
-        return {
-            "target_ids": (batch, query),
-            "positions": (batch, query),
-            "write_index": (batch,),
-            "self_mask": (batch, 1, query, capacity),
-            "source_mask": (batch, source),
-            **dict.fromkeys(self_cache_names(self.graphs.dimensions), cache),
-            **dict.fromkeys(cross_names(self.graphs.dimensions), cross),
-        }
 
     def fetch(self, arrays: Mapping[int, NDArray[Any]]) -> None:
         """Copy from addresses on the device to arrays in pinned memory, now."""

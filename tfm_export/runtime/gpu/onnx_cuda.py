@@ -7,7 +7,7 @@ Importing this raises BackendUnavailable without ONNX Runtime.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -161,22 +161,16 @@ class SessionContext(GraphContext):
         self._binding: IOBinding | None = None
         self._bound: object = None
 
-    def bind(self, key: object, shapes: Mapping[str, Sequence[int]], addresses: Mapping[str, int]) -> None:
+    def bind(self, key: object, sizes: Mapping[str, int], addresses: Mapping[str, int]) -> None:
         """Bind every input and output, unless they are bound already; see `GraphContext.bind`."""
         if key == self._bound:
             return
         self._bound, graph = None, self._graph
-        sizes = {
-            axis: size
-            for spec in graph.inputs
-            for axis, size in zip(spec.axes, shapes[spec.name], strict=True)
-            if isinstance(axis, str)
-        }
         binding = self._session.io_binding()
         for specs, bind in ((graph.inputs, binding.bind_input), (graph.outputs, binding.bind_output)):
             for spec in specs:
-                shape = [sizes[axis] if isinstance(axis, str) else axis for axis in spec.axes]
-                bind(spec.name, "cuda", graph.device, _ELEMENT_TYPES[spec.dtype], shape, addresses[spec.name])
+                kind, shape = _ELEMENT_TYPES[spec.dtype], spec.shape(sizes)
+                bind(spec.name, "cuda", graph.device, kind, shape, addresses[spec.name])
         self._binding, self._bound = binding, key
 
     def enqueue(self, stream: Stream) -> None:

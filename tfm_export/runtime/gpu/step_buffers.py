@@ -24,13 +24,13 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class StepShape:
-    """The shapes of a step as a plan sees it.
+    """The sizes of a step's axes, by their names in the graph's table.
 
     Attributes:
         batch: rows, inert ones included.
         query: Q.
         source: source tokens, those of padding included.
-        capacity: C of the plan.
+        capacity: C of the compiled graph.
     """
 
     batch: int

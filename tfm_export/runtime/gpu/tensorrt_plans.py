@@ -141,7 +141,7 @@ class Plan(CompiledGraph):
             BundleError: it is not of the expected form.
         """
         self._library, self._path, self._cache_file, self._lock = library, path, cache, threading.Lock()
-        self.capture_problem = library.capture_problem
+        self._inputs, self.capture_problem = inputs, library.capture_problem
         self._config = self._cache = None
         self._engine = library.deserialize(path)
         sizes: dict[str, int] = {} if capacity is None else {"capacity": capacity}
@@ -211,7 +211,7 @@ class Plan(CompiledGraph):
         if not context.set_optimization_profile_async(profile.index, stream.handle):
             raise self._library.failure(f"select profile {profile.index} of {self._path}")
         stream.synchronize()
-        return PlanContext(self._library, context, f"{self._path}, profile {profile.index}")
+        return PlanContext(self._library, context, self._inputs, f"{self._path}, profile {profile.index}")
 
     def save_cache(self) -> None:
         """Keep what RTX has compiled so far, for the next process."""
@@ -226,18 +226,19 @@ class Plan(CompiledGraph):
 class PlanContext(GraphContext):
     """An execution context of a plan. Not to be used by two threads at once."""
 
-    def __init__(self, library: Library, context: Any, name: str) -> None:
-        self._library, self._context, self._name = library, context, name
+    def __init__(self, library: Library, context: Any, inputs: Sequence[TensorSpec], name: str) -> None:
+        self._library, self._context, self._inputs, self._name = library, context, inputs, name
         self._bound: object = None
 
-    def bind(self, key: object, shapes: Mapping[str, Sequence[int]], addresses: Mapping[str, int]) -> None:
+    def bind(self, key: object, sizes: Mapping[str, int], addresses: Mapping[str, int]) -> None:
         """Set shapes and addresses, unless they are set already; see `GraphContext.bind`."""
         if key == self._bound:
             return
         self._bound = None
-        for name, shape in shapes.items():
-            if not self._context.set_input_shape(name, tuple(shape)):
-                raise self._library.failure(f"take {name} {list(shape)} in {self._name}")
+        for spec in self._inputs:
+            shape = spec.shape(sizes)
+            if not self._context.set_input_shape(spec.name, shape):
+                raise self._library.failure(f"take {spec.name} {list(shape)} in {self._name}")
         for name, address in addresses.items():
             if not self._context.set_tensor_address(name, address):
                 raise self._library.failure(f"take the address of {name} in {self._name}")
