@@ -56,7 +56,7 @@ class SpeculativeModel(WrappedModel):
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> SpeculativeSentences:
         """Run the encoder on a padded batch and set up its caches; see `StepModel.encode`.
 
-        The draft does the same once it is known that there is something to guess.
+        The draft's follows once it is known that there is something to guess.
         """
         sentences = self._model.encode(source_ids, source_mask, capacity=capacity)
         return SpeculativeSentences(sentences, self._draft, np.array(source_ids), np.array(source_mask), self._end_ids)

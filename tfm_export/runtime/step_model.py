@@ -263,7 +263,7 @@ class StepModel(Protocol):
     # What `Capabilities` promises.
 
     def with_attention(self) -> StepModel:
-        """The same model with steps that give attention, perhaps slower; to be closed, too.
+        """A model that is this one but for steps that give attention; perhaps slower. To be closed, too.
 
         Raises:
             RequestError: the bundle was exported without the graph for it, or the model is closed.

@@ -1,6 +1,6 @@
 """The step model on PyTorch, written to be obviously right: for parity and verification, never for service.
 
-The same append-only caches and masks as the graphs, on the weights of a `reference_model.Transformer`, in any float
+Append-only caches and masks, as the graphs have them, on the weights of a `reference_model.Transformer`, in any float
 type. With float64 it tells what rounding costs the others. Letters as in `step_model`.
 """
 

@@ -92,7 +92,7 @@ class OnnxModel(StepModel):
         return load_session(self._folder / name, inputs, outputs, self._threads, exact=self._exact)
 
     def with_attention(self) -> OnnxModel:
-        """The same model with steps that give attention; slower. The two share the encoder.
+        """A copy whose steps give attention; slower. The two share the encoder.
 
         Raises:
             RequestError: the bundle was exported without the graph for it, or the model is closed.

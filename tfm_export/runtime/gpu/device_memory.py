@@ -39,7 +39,7 @@ class RowShape:
 
     Attributes:
         heads: H.
-        head_size: D, as the plan has it.
+        head_size: D, as the compiled graph has it.
         item_bytes: of a number.
     """
 

@@ -68,17 +68,7 @@ class Workers:
     """The workers of a model. A thread keeps its worker, and leaves it to others when it ends."""
 
     def __init__(self, graphs: DeviceGraphs, most: int = MOST_WORKERS) -> None:
-        """Make the first, so that what cannot work fails now.
-
-        Args:
-            graphs: what they run; closed with the last of them, or if this fails.
-            most: workers.
-
-        Raises:
-            RequestError: most is less than 1.
-            OutOfDeviceMemory: the GPU has not enough memory.
-            BackendUnavailable: the graphs cannot be run.
-        """
+        """Make the first, so that what cannot work fails now; see `DeviceModel`."""
         if most < 1:
             graphs.close()
             raise RequestError(f"workers must be at least 1, found {most}")

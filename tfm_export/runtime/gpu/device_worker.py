@@ -195,7 +195,7 @@ class Worker:
         """The arrays of a step with these rows in use, to be filled.
 
         Raises:
-            RequestError: the engine does not take so many tokens a step.
+            RequestError: the graph does not take so many tokens a step.
         """
         most = self.graphs.step(memory.capacity).profiles[-1].query
         if query > most:

@@ -51,7 +51,7 @@ class OnnxCudaModel(DeviceModel):
         *,
         variant: str = "fp32",
         device: int = 0,
-        attending: Callable[[], StepModel] | None = None,
+        attending: Callable[[], StepModel],
         workers: int = MOST_WORKERS,
     ) -> None:
         """Load the two graphs of a variant.
@@ -77,7 +77,7 @@ class OnnxCudaModel(DeviceModel):
         except cuda.OutOfDeviceMemory as problem:
             raise BackendUnavailable(problem.problems, 'end what else uses the GPU, or device="cpu"') from problem
         self._attending = attending
-        self.capabilities = replace(self.capabilities, offers_attention=attending is not None)
+        self.capabilities = replace(self.capabilities, offers_attention=True)
 
     def _try(self) -> None:
         """Run both graphs once: only then does CUDA load kernels, which may be none for this GPU."""
@@ -93,8 +93,6 @@ class OnnxCudaModel(DeviceModel):
 
     def with_attention(self) -> StepModel:
         """A model of the same variant with steps that give attention; see `StepModel.with_attention`."""
-        if self._attending is None:
-            return super().with_attention()
         self._check_open()
         return self._attending()
 

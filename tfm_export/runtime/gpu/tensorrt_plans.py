@@ -27,6 +27,7 @@ LOG = logging.getLogger(__name__)
 MODULES = {"tensorrt": ("tensorrt", "trt"), "rtx": ("tensorrt_rtx", "rtx")}
 _TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "BOOL": "bool"}
 CACHE_FOLDER = "runtime_cache"
+CAPTURES_ITSELF = "TensorRT-RTX does so by itself, once its kernels are ready"
 
 
 class Library:
@@ -53,11 +54,6 @@ class Library:
     def compiles(self) -> bool:
         """Whether kernels are compiled when a plan is loaded, and later for new shapes."""
         return self.flavor == "rtx"
-
-    @property
-    def capture_problem(self) -> str | None:
-        """Why steps are not to be captured as CUDA graphs; None where they are."""
-        return "TensorRT-RTX does so by itself, once its kernels are ready" if self.compiles else None
 
     def failure(self, what: str) -> BackendUnavailable:
         """The error to raise when a call of TensorRT did not do its work; with what it logged."""
@@ -141,7 +137,8 @@ class Plan(CompiledGraph):
             BundleError: it is not of the expected form.
         """
         self._library, self._path, self._cache_file, self._lock = library, path, cache, threading.Lock()
-        self._inputs, self.capture_problem = inputs, library.capture_problem
+        self._inputs = inputs
+        self.capture_problem = CAPTURES_ITSELF if library.compiles else None
         self._config = self._cache = None
         self._engine = library.deserialize(path)
         sizes: dict[str, int] = {} if capacity is None else {"capacity": capacity}
