@@ -417,3 +417,15 @@ def test_what_is_wrong_is_refused_as_by_the_model(backends: Backends) -> None:
         assert str(found.value) == str(expected.value)
     with pytest.raises(RequestError, match="only join a batch of the same model"):
         sentences.append(backends.onnx.encode(*padded([[5, 2]]), capacity=8))
+
+
+def test_attention_of_a_drafted_model_is_that_of_the_model(backends: Backends) -> None:
+    model = SpeculativeModel(backends.onnx, backends.onnx, set())
+    attending = model.with_attention()
+    assert [m.capabilities.gives_attention for m in (model, attending)] == [False, True]
+    options = DecodeOptions(max_decoding_length=12, max_batch_size=2, return_attention=True)
+    sources, special = [[5, 7, 9, 11, 2], [4, 2]], backends.bundle.manifest.special_ids
+    models = attending, backends.onnx.with_attention()
+    for found, expected in zip(*(generate(m, sources, options, special) for m in models), strict=True):
+        assert found.hypotheses[0].tokens == expected.hypotheses[0].tokens
+        np.testing.assert_allclose(found.hypotheses[0].attention, expected.hypotheses[0].attention, rtol=0, atol=1e-5)
