@@ -32,8 +32,8 @@ from tfm_export.bundle import GenerationDefaults as BundleDefaults
 from tfm_export.bundle import SpecialIds as BundleIds
 from tfm_export.export.variant import write_fp32_variant
 from tfm_export.precision import TIMES_ROUNDING
-from tfm_export.runtime import onnx_runtime
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu import onnx_runtime
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.verify.float64 import Float64Model
 from tfm_export.verify.reference import float64_reference, run_reference
 from tfm_export.verify.steps import TeacherForcing, Trace, compare_steps, distances, teacher_forcing

@@ -167,7 +167,7 @@ def command(
 
 def _idle_cpus(model: Model) -> int:
     """How many workers keep the CPUs busy that a batch leaves idle; 1 on a GPU, which works for one at a time."""
-    threads = getattr(model.step_model, "threads", None)
+    threads = model.step_model.capabilities.threads
     return 1 if threads is None else max(1, usable_cpus() // threads)
 
 

@@ -16,7 +16,7 @@ from tfm_export.bundle import Bundle, SpecialIds
 from tfm_export.decoding import DecodeOptions, Hypothesis, generate
 from tfm_export.errors import BundleError
 from tfm_export.precision import Precision
-from tfm_export.runtime.step_model import Ids, Mask, Sentences, StepModel
+from tfm_export.runtime.step_model import Ids, Mask, Sentences, StepModel, WrappedModel
 from tfm_export.verify.report import Divergence, GenerationComparison
 
 BATCH = 32
@@ -89,7 +89,7 @@ def golden_text(golden: Iterable[Golden]) -> str:
     return "".join(json.dumps(asdict(g), ensure_ascii=False) + "\n" for g in golden)
 
 
-class PaddedModel:
+class PaddedModel(WrappedModel):
     """A model whose sources all get some more padding: results must not change.
 
     Args:
@@ -98,15 +98,14 @@ class PaddedModel:
     """
 
     def __init__(self, model: StepModel, columns: int = PADDING) -> None:
-        self._model, self._columns = model, columns
-        self.dimensions, self.limits, self.gives_attention = model.dimensions, model.limits, model.gives_attention
-        self.refill_at = model.refill_at
+        super().__init__(model)
+        self._columns = columns
 
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> Sentences:
         """Pad, then encode."""
         columns = min(self._columns, self.limits.max_source_length - source_ids.shape[1])
         padding = ((0, 0), (0, columns))
-        return self._model.encode(np.pad(source_ids, padding), np.pad(source_mask, padding), capacity=capacity)
+        return super().encode(np.pad(source_ids, padding), np.pad(source_mask, padding), capacity=capacity)
 
     def close(self) -> None:
         """The model is its owner's to close."""

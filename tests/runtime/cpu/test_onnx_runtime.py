@@ -19,10 +19,10 @@ from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.errors import BundleError, RequestError
 from tfm_export.graph import DECODER_STEP, DECODER_STEP_ATTENTION, ENCODER
-from tfm_export.runtime.onnx_runtime import OnnxModel, OnnxSentences
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel, OnnxSentences
 from tfm_export.runtime.torch_model import TorchModel
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def arguments(sentences: OnnxSentences) -> list[np.ndarray]:
@@ -111,7 +111,7 @@ def test_threads_are_few_enough_to_start(backends: Backends, threads: int) -> No
 @pytest.mark.parametrize("beam_size", [1, 3])
 def test_attention_is_what_pytorch_gives(backends: Backends, beam_size: int) -> None:
     slow = backends.onnx.with_attention()
-    assert (slow.gives_attention, backends.onnx.gives_attention) == (True, False)
+    assert [m.capabilities.gives_attention for m in (slow, backends.onnx)] == [True, False]
     exact = TorchModel(backends.exact.model, limits=LIMITS, attention_layer=ATTENTION_LAYER)
     sources = [[5, 7, 9, 11, 2], [4, 2], [8, 8, 10, 2], [30, 29, 28, 27, 26, 25, 24, 2], [7, 2]]
     options = DecodeOptions(beam_size=beam_size, max_decoding_length=9, return_attention=True, max_batch_size=2)
