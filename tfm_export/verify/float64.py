@@ -84,7 +84,7 @@ class Float64Graph:
 
     def __init__(self, proto: onnx.ModelProto, constants: Mapping[str, Array], moves: Moves = STILL) -> None:
         self._proto, self._moves, self._random = proto, moves, np.random.default_rng(moves.seed)
-        self._constants = dict(constants)
+        self._constants, self._directions = dict(constants), dict[float, Array]()
         self._nodes = ReferenceEvaluator(proto, new_ops=[*OPERATORS]).rt_nodes_
         if moves.constants:
             self._move_constants()
@@ -186,8 +186,12 @@ class Float64Graph:
         return np.where(self._random.random(shape, dtype=np.float32) < 0.5, -1.0, 1.0)
 
     def _near_float32(self, constant: Array | np.float32) -> Array:
-        """What was rounded to float32, as far off as it may have been; a number of few digits was not rounded."""
-        moved = constant * (1 + self._moves.constants * self._signs(constant.shape))
+        """What was rounded to float32, as far off as it may have been; a number of few digits was not rounded.
+
+        A scalar that comes several times, as an epsilon does, was rounded the same way each time.
+        """
+        sign = self._directions.setdefault(float(constant.item()), self._signs(())) if constant.size == 1 else None
+        moved = constant * (1 + self._moves.constants * (self._signs(constant.shape) if sign is None else sign))
         fraction, _ = np.frexp(np.float64(constant))
         return np.where(np.ldexp(fraction, FEW_BITS) % 1 == 0, constant, moved)
 
