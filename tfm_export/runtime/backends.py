@@ -19,6 +19,7 @@ from tfm_export.errors import BackendUnavailable, BundleError, RequestError, Tfm
 from tfm_export.extras import require_onnxruntime
 from tfm_export.precision import PRECISIONS
 from tfm_export.runtime import cuda
+from tfm_export.runtime.saturation import saturation_note
 from tfm_export.runtime.speculative import SpeculativeModel
 from tfm_export.runtime.step_model import StepModel
 
@@ -139,7 +140,7 @@ def open_backend(
                 raise  # a damaged graph is no reason to take another
             passed.append((candidate, problem))
         else:
-            _tell(candidate, passed)
+            _tell(bundle, candidate, passed)
             return candidate, model
     raise _unavailable(passed)
 
@@ -290,12 +291,15 @@ def _gpus() -> list[int]:
         return [0]
 
 
-def _tell(candidate: Candidate, passed: list[tuple[Candidate, TfmExportError]]) -> None:
-    """Log what was chosen and what was passed over: as a warning where there is a GPU."""
+def _tell(bundle: Bundle, candidate: Candidate, passed: list[tuple[Candidate, TfmExportError]]) -> None:
+    """Log what was chosen, and why it is slow, and what was passed over: as a warning where there is a GPU."""
     level = logging.WARNING if passed and _gpu_is_there() else logging.INFO
     for other, problem in passed:
         LOG.log(level, "%s is not used: %s", other, " ".join(problem.problems))
     LOG.info("%s is used", candidate)
+    for variant in candidate.variants if candidate.gpu is None else ():
+        if note := saturation_note(bundle, variant):
+            LOG.info("%s: %s", variant, note)
 
 
 def _gpu_is_there() -> bool:

@@ -33,6 +33,7 @@ from tfm_export.graph import (
 from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.checks import check_encode, check_finite, check_step_arrays, check_steps, step_problems
 from tfm_export.runtime.host_memory import HostMemory, Pool
+from tfm_export.runtime.saturation import needs_wide_sums
 from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepOutput
 from tfm_export.runtime.threads import threads_to_use
 
@@ -344,8 +345,14 @@ def _bind_output(binding: IOBinding, name: str, array: NDArray[Any]) -> None:
     binding.bind_ortvalue_output(name, onnxruntime.OrtValue.ortvalue_from_numpy(array))
 
 
-def session_options(threads: int, *, exact: bool = False) -> SessionOptions:
-    """How the graphs of a bundle are run; see `OnnxModel` for the arguments."""
+def session_options(threads: int, *, exact: bool = False, wide_sums: bool = False) -> SessionOptions:
+    """How the graphs of a bundle are run; see `OnnxModel` for the other arguments.
+
+    Args:
+        threads: threads an operator may use.
+        exact: compute with float32.
+        wide_sums: add up products of 8-bit numbers in 32 bits; see `runtime.saturation`.
+    """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -359,6 +366,10 @@ def session_options(threads: int, *, exact: bool = False) -> SessionOptions:
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
     if exact:  # nothing is made of DequantizeLinear, so that of constants is computed once, when the graph loads
         options.add_session_config_entry("session.disable_quant_qdq", "1")
+    # Not by default: ONNX Runtime heeds it on processors with VNNI, too, where it costs speed and gains nothing. And it
+    # gives the DequantizeLinear of w8 a zero point of a form that it does not take.
+    elif wide_sums:
+        options.add_session_config_entry("session.x64quantprecision", "1")
     return options
 
 
@@ -374,15 +385,30 @@ def _check_kernels(bundle: Bundle, variant: str) -> None:
 
 
 def load_session(
-    path: Path, inputs: list[TensorSpec], outputs: list[TensorSpec], threads: int, *, exact: bool = False
+    path: Path,
+    inputs: list[TensorSpec],
+    outputs: list[TensorSpec],
+    threads: int,
+    *,
+    exact: bool = False,
+    wide_sums: bool | None = None,
 ) -> InferenceSession:
     """Load a graph and compare its inputs and outputs with the table; see `OnnxModel` for the other arguments.
+
+    Args:
+        path: of the graph.
+        inputs: that the table has.
+        outputs: that the table has.
+        threads: threads an operator may use.
+        exact: compute with float32.
+        wide_sums: see `session_options`; None for what the graph needs on this processor.
 
     Raises:
         BundleError: it does not load, or they differ.
     """
     try:
-        options = session_options(threads, exact=exact)
+        wide = needs_wide_sums(path) if wide_sums is None else wide_sums
+        options = session_options(threads, exact=exact, wide_sums=wide)
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as problem:  # its exceptions have no base class of their own
         raise BundleError(

@@ -25,6 +25,7 @@ from tfm_export.extras import ONNXRUNTIME_DISTRIBUTIONS, require, require_onnxru
 from tfm_export.runtime import cuda
 from tfm_export.runtime.backends import candidates, survey
 from tfm_export.runtime.cpu import cpu_features
+from tfm_export.runtime.saturation import saturation_note
 from tfm_export.runtime.threads import usable_cpus
 
 DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
@@ -146,8 +147,8 @@ def bundle(path: str) -> dict[str, Any]:
         path: the bundle's folder.
 
     Returns:
-        `ways`, each with variant, gpu, engine, text, problem (None if it runs here) and hint; `taken`, the text of the
-        one that `load` takes.
+        `ways`, each with variant, gpu, engine, text, problem (None if it runs here), hint and note, why it is slower
+        here than it could be (None for nothing); `taken`, the text of the one that `load` takes.
     """
     opened = Bundle.open(path)
     ways = [
@@ -156,6 +157,7 @@ def bundle(path: str) -> dict[str, Any]:
             "text": str(way),
             "problem": problem and " ".join(problem.problems),
             "hint": problem and problem.hint,
+            "note": None if problem or way.gpu is not None else saturation_note(opened, way.variant),
         }
         for way, problem in survey(opened)
     ]
