@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 EXTRAS := cpu,export,quantize,tokenizers,rtx,plot,train,bench,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format bench docs javascript clean
+.PHONY: help demo test test-numeric test-all check package format bench docs javascript clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,11 @@ check: $(INSTALLED) ## Check formatting, lint and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+
+package: $(INSTALLED) ## Build the sdist, and the wheel from it, into dist/; check both, and run the wheel by itself
+	@rm -rf build dist
+	@$(BIN)/python -m build --outdir dist .
+	@$(BIN)/python .ci/check_package.py
 
 format: $(INSTALLED) ## Format the code and mend what the linter can
 	@$(BIN)/ruff format .
