@@ -21,6 +21,9 @@ test: $(INSTALLED) ## Run every kind of test once; about 12 minutes on 2 cores
 test-all: $(INSTALLED) ## Run the full matrices too; at most an hour on 2 cores
 	@$(BIN)/pytest -m ""
 
+test-numeric: $(INSTALLED) ## Run the tests that compare numbers in other arithmetic than this processor's; 2 minutes
+	@$(BIN)/python -m tests.arithmetic $(WORKERS)
+
 check: $(INSTALLED) ## Check formatting, lint and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from tests.arithmetic import compares_numbers
+
 # torch is imported in the fixtures that need it: tests that do not run in a second or two.
 if TYPE_CHECKING:
     from reference_model import Checkpoint, Transformer
@@ -50,6 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and (problem := gpu_problem()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {problem}"))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the numeric part: see `tests.arithmetic`."""
+    if compares_numbers(item.path):
+        item.add_marker("numeric")
 
 
 @pytest.fixture(autouse=True)
