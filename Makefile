@@ -30,7 +30,7 @@ check: $(INSTALLED) ## Check formatting, lint and types
 	@$(BIN)/mypy
 
 package: $(INSTALLED) ## Build the sdist, and the wheel from it, into dist/; check both, and run the wheel by itself
-	@rm -rf build dist
+	@rm -rf build dist *.egg-info  # the last names files that may be gone
 	@$(BIN)/python -m build --outdir dist .
 	@$(BIN)/python .ci/check_package.py
 
