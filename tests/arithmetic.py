@@ -30,7 +30,19 @@ PLAIN_ARM = {"ATEN_CPU_CAPABILITY": "default"}
 # Of the numeric part, what takes seconds and no more, and depends on PyTorch. These folders decode with scripted models
 # and emulated GPUs, or run whole commands, whose numbers are compared in the others.
 SELECTION = "numeric and not slow and not full"
-LEFT_OUT = ("bench", "benchmarks", "cli", "decoding", "emulation", "examples", "gpu", "model", "tokenizer", "trt")
+LEFT_OUT = (
+    "bench",
+    "benchmarks",
+    "cli",
+    "decoding",
+    "emulation",
+    "examples",
+    "gpu",
+    "model",
+    "quantize",
+    "tokenizer",
+    "trt",
+)
 IN_EFFECT = "import torch; print(torch.backends.cpu.get_cpu_capability())"
 
 
