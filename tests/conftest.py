@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from tests.arithmetic import compares_numbers
 from tests.once import Once, make_once, shared_folder
 from tests.skips import ON_A_GPU, pytest_terminal_summary, reason
 from tfm_export.runtime.threads import usable_cpus
@@ -73,6 +74,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def once(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Once:
     """Makes a folder once for all workers, by name; see `make_once`."""
     return partial(make_once, shared_folder(pytestconfig, tmp_path_factory))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the numeric part: see `tests.arithmetic`."""
+    if compares_numbers(item.path):
+        item.add_marker("numeric")
 
 
 @pytest.fixture(autouse=True)

@@ -173,7 +173,7 @@ def test_an_encoder_of_int8_is_calibrated_like_one_and_told(
     facts = opened.manifest.variants[precision]
     assert facts["compute"] == "float32; encoder int8"
     assert facts["weights"] == f"{PRECISIONS[precision].weights}; encoder int8"
-    assert (facts["int8_encoder"], facts["calibration"]) == (True, "percentile")
+    assert (facts["int8_encoder"], facts["reduced_range"], facts["calibration"]) == (True, True, "percentile")
     generations = verify_variant(opened, precision, threads=1).generations
     assert [c.agreement for c in generations] == [c.agreement for c in report.generations]
 
@@ -193,6 +193,7 @@ def test_layers_are_kept_by_name_and_by_pattern(tiny_bundle: Path, tmp_path: Pat
     assert {"encoder/embedding", "decoder_step/embedding", "encoder/layers.0.feed_forward.expand"} <= report.kept.keys()
     assert not report.kept.keys() & set(report.quantized)
     assert len(report.kept) + len(report.quantized) == report.layers
+    assert "reduced_range" not in Bundle.open(bundle.path).manifest.variants["w8"]  # no products of 8 bits by 8
     names = {i.name for i in read_graph(bundle.path / "onnx/w8/decoder_step.onnx").graph.initializers.values()}
     assert "projection.weight" in names
     with pytest.raises(RequestError, match=r"no layer is called 'nonsense'(.|\n)*encoder/embedding"):
@@ -278,6 +279,7 @@ def test_a_cpu_without_vnni_gets_weights_of_7_bits(
         report = quantize_bundle(bundle, "int8", ANY, force=True)
         assert largest_weight() == largest
         assert any("7 bits" in note for note in report.notes) == (largest == 64)
+        assert Bundle.open(bundle.path).manifest.variants["int8"]["reduced_range"] is (largest == 64)
     quantize_bundle(bundle, "int8", replace(ANY, reduced_range=True), force=True)
     assert largest_weight() == 64
 

@@ -283,12 +283,14 @@ class _Work:
         evidence: Evidence,
     ) -> QuantizeReport:
         mended = {name: f"costs {costs[name]:.2g} nats a token" for name in recipe.skip - first.skip}
+        # Not if all of it had to be kept in fp32.
+        int8_encoder = recipe.int8_encoder and any(
+            name.startswith("encoder/") and _multiplies(name) for name in made.quantized
+        )
         return QuantizeReport(
             precision=self.precision,
             target=self.target,
-            # Not if all of it had to be kept in fp32.
-            int8_encoder=recipe.int8_encoder
-            and any(name.startswith("encoder/") and _multiplies(name) for name in made.quantized),
+            int8_encoder=int8_encoder,
             method=self.method,
             calibrated_on=len(evidence.traces) if self.method or self.precision in FLOAT_TYPES else 0,
             layers=len(self.layers),
@@ -300,11 +302,14 @@ class _Work:
             speeds=[],
             bytes=made.bytes,
             fp32_bytes=sum(file.stat().st_size for file in self.fp32.iterdir()),
+            reduced_range=recipe.reduced_range if int8_encoder or self.precision == "int8" else None,
             notes=self._notes(recipe, evidence),
         )
 
     def _notes(self, recipe: Recipe, evidence: Evidence) -> list[str]:
         notes = list(evidence.notes)
         if recipe.reduced_range:
-            notes.append("weights have 7 bits: without VNNI, sums of products of 8-bit numbers saturate at 16 bits")
+            notes.append(
+                "weights have 7 bits: without VNNI, sums of products of 8 bits saturate at 16 bits, or are slow"
+            )
         return notes

@@ -20,6 +20,7 @@ from tfm_export.bundle import Bundle
 from tfm_export.errors import BackendUnavailable, BundleError, RequestError, TfmExportError
 from tfm_export.extras import require_onnxruntime
 from tfm_export.precision import PRECISIONS
+from tfm_export.runtime.cpu.saturation import saturation_note
 from tfm_export.runtime.gpu import cuda
 from tfm_export.runtime.speculative import SpeculativeModel
 from tfm_export.runtime.step_model import StepModel
@@ -140,7 +141,7 @@ def open_backend(
                 raise  # a damaged graph is no reason to take another
             passed.append((choice, problem))
         else:
-            _tell(choice, passed)
+            _tell(bundle, choice, passed)
             return choice, model
     raise _unavailable(passed)
 
@@ -305,12 +306,15 @@ def _gpus() -> list[int]:
         return []
 
 
-def _tell(choice: BackendChoice, passed: list[tuple[BackendChoice, TfmExportError]]) -> None:
-    """Log what was chosen and what was passed over: as a warning where there is a GPU."""
+def _tell(bundle: Bundle, choice: BackendChoice, passed: list[tuple[BackendChoice, TfmExportError]]) -> None:
+    """Log what was chosen, and why it is slow, and what was passed over: as a warning where there is a GPU."""
     level = logging.WARNING if passed and _gpus() else logging.INFO
     for other, problem in passed:
         LOG.log(level, "%s is not used: %s", other, " ".join(problem.problems))
     LOG.info("%s is used", choice)
+    for variant in choice.variants if choice.gpu is None else ():
+        if note := saturation_note(bundle, variant):
+            LOG.info("%s: %s", variant, note)
 
 
 def _unavailable(passed: list[tuple[BackendChoice, TfmExportError]]) -> TfmExportError:

@@ -19,13 +19,14 @@ onnxruntime = require_onnxruntime()
 _ONNX_TYPES = {"float32": "float"}  # where ONNX Runtime's word for a type is another
 
 
-def session_options(threads: int, *, exact: bool = False) -> SessionOptions:
+def session_options(threads: int, *, exact: bool = False, wide_sums: bool = False) -> SessionOptions:
     """How the graphs of a bundle are run.
 
     Args:
         threads: threads an operator may use on the CPU.
         exact: compute with the numbers that the files of a quantised variant hold, in float32. Otherwise ONNX Runtime
             also rounds the activations of w8 and w4 to 8 bits.
+        wide_sums: add up products of 8-bit numbers in 32 bits; see `runtime.cpu.saturation`.
     """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -40,6 +41,10 @@ def session_options(threads: int, *, exact: bool = False) -> SessionOptions:
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
     if exact:  # nothing is made of DequantizeLinear, so that of constants is computed once, when the graph loads
         options.add_session_config_entry("session.disable_quant_qdq", "1")
+    # Not by default: ONNX Runtime heeds it on processors with VNNI, too, where it costs speed and gains nothing. And it
+    # gives the DequantizeLinear of w8 a zero point of a form that it does not take.
+    elif wide_sums:
+        options.add_session_config_entry("session.x64quantprecision", "1")
     return options
 
 

@@ -24,6 +24,7 @@ from tfm_export.errors import TfmExportError
 from tfm_export.extras import ONNXRUNTIME_DISTRIBUTIONS, require, require_onnxruntime
 from tfm_export.runtime.backends import backend_choices, survey
 from tfm_export.runtime.cpu.processor import cpu_features
+from tfm_export.runtime.cpu.saturation import saturation_note
 from tfm_export.runtime.gpu import cuda
 from tfm_export.runtime.threads import usable_cpus
 
@@ -141,8 +142,8 @@ def bundle(path: str) -> dict[str, Any]:
         path: the bundle's folder.
 
     Returns:
-        `ways`, each with variant, gpu, engine, text, problem (None if it runs here) and hint; `taken`, the text of the
-        one that `load` takes.
+        `ways`, each with variant, gpu, engine, text, problem (None if it runs here), hint and note, why it is slower
+        here than it could be (None for nothing); `taken`, the text of the one that `load` takes.
     """
     opened = Bundle.open(path)
     ways = [
@@ -151,6 +152,7 @@ def bundle(path: str) -> dict[str, Any]:
             "text": str(way),
             "problem": problem and " ".join(problem.problems),
             "hint": problem and problem.hint,
+            "note": None if problem or way.gpu is not None else saturation_note(opened, way.variant),
         }
         for way, problem in survey(opened)
     ]

@@ -19,6 +19,7 @@ from tfm_export.errors import BackendUnavailable, BundleError
 from tfm_export.graph import GENERATE
 from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.backends import survey
+from tfm_export.runtime.cpu.saturation import generate_graph_problem
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.verify.cpu import CPU, TWIN, cpu_model
 from tfm_export.verify.generate_graph import compare_generate_graph
@@ -77,7 +78,7 @@ def verify_variant(
     backend = CPU if precision.float_type == "float32" else TWIN
     with cpu_model(bundle, variant, threads=threads) as model:
         report = verify_model(bundle, model, variant, backend, reference=reference, progress=progress)
-    if f"onnx/{variant}/{GENERATE}" in manifest.files:
+    if f"onnx/{variant}/{GENERATE}" in manifest.files and generate_graph_problem(bundle, variant) is None:
         graph = compare_generate_graph(bundle, variant, threads=threads, progress=progress)
         report = replace(report, generations=[*report.generations, *graph])
     return report

@@ -32,6 +32,7 @@ from tfm_export.graph import (
 from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.checks import check_encode, check_finite, check_step_arrays, check_steps, step_problems
 from tfm_export.runtime.cpu.host_memory import HostMemory, HostPool
+from tfm_export.runtime.cpu.saturation import needs_wide_sums
 from tfm_export.runtime.onnx_sessions import check_form, session_options
 from tfm_export.runtime.step_model import Capabilities, Floats, Ids, Mask, Sentences, StepModel, StepOutput, Until
 from tfm_export.runtime.threads import threads_to_use
@@ -329,15 +330,30 @@ def check_kernels(bundle: Bundle, variant: str, *, or_gpu: bool = True) -> None:
 
 
 def load_session(
-    path: Path, inputs: list[TensorSpec], outputs: list[TensorSpec], threads: int, *, exact: bool = False
+    path: Path,
+    inputs: list[TensorSpec],
+    outputs: list[TensorSpec],
+    threads: int,
+    *,
+    exact: bool = False,
+    wide_sums: bool | None = None,
 ) -> InferenceSession:
     """Load a graph and compare its inputs and outputs with the table; see `OnnxModel` for the other arguments.
+
+    Args:
+        path: of the graph.
+        inputs: that the table has.
+        outputs: that the table has.
+        threads: threads an operator may use.
+        exact: compute with float32.
+        wide_sums: see `session_options`; None for what the graph needs on this processor.
 
     Raises:
         BundleError: it does not load, or they differ.
     """
     try:
-        options = session_options(threads, exact=exact)
+        wide = needs_wide_sums(path) if wide_sums is None else wide_sums
+        options = session_options(threads, exact=exact, wide_sums=wide)
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as problem:  # its exceptions have no base class of their own
         raise BundleError(

@@ -39,11 +39,12 @@ class CpuFeatures:
 
     @property
     def saturates(self) -> bool:
-        """Whether products of 8-bit numbers may be cut off.
+        """Whether the fastest sums of products of 8-bit numbers may be cut off; see `runtime.cpu.saturation`.
 
-        ONNX Runtime multiplies on x86 with VNNI or AMX, which add to 32 bits. Without them it takes `vpmaddubsw`, which
-        adds two products in 16 bits and keeps the largest number that fits, unless weights have 7 bits. ARM's
-        instructions are exact. A processor that does not tell what it has is taken for one that saturates.
+        ONNX Runtime multiplies on x86 with VNNI or AMX, which add to 32 bits, and without them with `vpmaddubsw`, which
+        adds two products in 16. ARM's instructions are exact. A processor that does not tell what it has is taken for
+        one that saturates, which costs speed and no more: numpy, where there is no /proc/cpuinfo, has no names for AMX
+        and AVX-VNNI.
         """
         return self.machine in _X86 and not {"vnni", "amx"} & set(self.instruction_sets)
 
