@@ -14,7 +14,7 @@ WORKERS := -n auto --dist worksteal --durations 10
 .PHONY: help demo test test-numeric test-all check package format bench docs javascript clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED) ## Export the shipped model, verify it, decode words beside PyTorch
 	@$(BIN)/python examples/g2p/demo.py
@@ -34,7 +34,7 @@ check: $(INSTALLED) ## Check formatting, lint and types
 	@$(BIN)/mypy
 
 package: $(INSTALLED) ## Build the sdist, and the wheel from it, into dist/; check both, and run the wheel by itself
-	@rm -rf build dist *.egg-info  # the last names files that may be gone
+	@rm -rf build/lib build/bdist.* dist *.egg-info  # what they name may be gone
 	@$(BIN)/python -m build --outdir dist .
 	@$(BIN)/python .ci/check_package.py
 
