@@ -34,7 +34,7 @@ class Fact:
 
 
 @dataclass
-class Draft:
+class PartialCheckpoint:
     """A model on its way from a file to a `SourceModel`.
 
     Attributes:
