@@ -50,6 +50,7 @@ class PartialCheckpoint:
         tokenizer: the files of the bundle's tokenizer folder.
         dictionary: the form of the format's dictionaries: "fairseq", "marian" or "lines".
         files: those of a folder, by name.
+        hint: what to try where something does not fit.
         training: what the checkpoint says about its making.
     """
 
@@ -66,6 +67,7 @@ class PartialCheckpoint:
     training: dict[str, Any] = field(default_factory=dict)
     dictionary: str = "lines"
     files: Mapping[str, Path] = field(default_factory=dict)
+    hint: str = "docs/checkpoints.md tells what is supported, and how to say more"
 
     def infer(self, name: str, value: Any, origin: str) -> Any:
         """A fact that the weights themselves tell: a setting that says otherwise is a problem."""
@@ -132,7 +134,12 @@ class PartialCheckpoint:
         config = self.config()
         if config is None:
             return [*self.problems, *self.keys.problems]
-        return [*self.problems, *self.keys.fitting_problems(config), *self._id_problems(config)]
+        return [
+            *self.problems,
+            *self.keys.fitting_problems(config),
+            *self._id_problems(config),
+            *self._decoding_problems(),
+        ]
 
     def _id_problems(self, config: TransformerConfig) -> list[str]:
         sizes = {"source": config.source_vocabulary_size, "target": config.target_vocabulary_size}
@@ -148,6 +155,16 @@ class PartialCheckpoint:
             for side in sides
             if not 0 <= value < sizes[side]
         ]
+
+    def _decoding_problems(self) -> list[str]:
+        try:
+            DecodeOptions(**self._known(DECODING), **self.options)
+        except RequestError as error:
+            return error.problems
+        return []
+
+    def _known(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: self.facts[name].value for name in names if name in self.facts}
 
     def finish(self) -> SourceModel:
         """The model.
@@ -166,9 +183,7 @@ class PartialCheckpoint:
             )
         config = self.config()
         if problems or config is None:
-            raise refuse(self.path, problems, "docs/checkpoints.md tells what is supported, and how to say more")
-        longest = config.max_target_length
-        special, generation = self._special_ids(), self._generation(longest)
+            raise refuse(self.path, problems, self.hint)
         tokenizer = given_vocabulary(self.path, self.settings, config, self.dictionary) or self.tokenizer
         if self.files and not tokenizer:
             tokenizer, said = folder_tokenizer(self.files, config)
@@ -176,26 +191,17 @@ class PartialCheckpoint:
         return SourceModel(
             path=self.path,
             model=self.keys.build(config),
-            special_ids=special,
-            generation=generation,
+            special_ids=SpecialIds(**{"source_ends_with_eos": False, **self._known(SPECIAL_IDS)}),
+            generation=GenerationDefaults(
+                max_length=min(config.max_target_length, self.value("generation_length", config.max_target_length)),
+                options=self.options,
+                **self._known(DECODING),
+            ),
             tokenizer=tokenizer,
             settings=dict(self.settings),
             training=self.training,
             notes=[*self.notes, *self.keys.notes()],
         )
-
-    def _special_ids(self) -> SpecialIds:
-        values = {name: self.value(name) for name in SPECIAL_IDS if name in self.facts}
-        return SpecialIds(**{"source_ends_with_eos": False, **values})
-
-    def _generation(self, longest: int) -> GenerationDefaults:
-        values = {name: self.facts[name].value for name in DECODING if name in self.facts}
-        try:
-            DecodeOptions(**values, **self.options)
-        except RequestError as error:
-            raise refuse(self.path, error.problems, "other decoding defaults in the settings") from error
-        most = min(longest, self.value("generation_length", longest))
-        return GenerationDefaults(max_length=most, options=self.options, **values)
 
     def question(self, name: str) -> str:
         """What is asked for, with what is known of it."""

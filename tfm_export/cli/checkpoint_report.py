@@ -25,13 +25,12 @@ def print_checkpoint(path: Path, settings: dict[str, Any], *, adapter: str | Non
         CheckpointError: it is of no known format, or naming what does not fit; after all else was printed.
     """
     require("torch", extra="export")
-    from tfm_export.checkpoints import SourceModel, inspect_checkpoint, read_adapter
+    from tfm_export.checkpoints import inspect_checkpoint, read_adapter
 
     if adapter is not None:
-        state = _model_state(read_adapter(path, load_factory(adapter), settings), f"a model of your own, by {adapter}")
+        state = _adapter_state(read_adapter(path, load_factory(adapter), settings), adapter)
     else:
-        found = inspect_checkpoint(path, settings)
-        state = _model_state(found) if isinstance(found, SourceModel) else _partial_state(found)
+        state = _checkpoint_state(inspect_checkpoint(path, settings))
     if as_json:
         click.echo(json.dumps({"path": str(path), **state}, indent=2, ensure_ascii=False))
     else:
@@ -40,10 +39,10 @@ def print_checkpoint(path: Path, settings: dict[str, Any], *, adapter: str | Non
         raise CheckpointError(state["problems"], "docs/checkpoints.md tells what is supported")
 
 
-def _model_state(source: SourceModel, form: str = "a checkpoint of reference_model") -> dict[str, Any]:
+def _adapter_state(source: SourceModel, adapter: str) -> dict[str, Any]:
     facts = {**asdict(source.model.config), **asdict(source.special_ids)}
     return {
-        "format": form,
+        "format": f"a model of your own, by {adapter}",
         "found": {name: {"value": value, "origin": "its configuration"} for name, value in facts.items()},
         "missing": {},
         "problems": [],
@@ -51,7 +50,7 @@ def _model_state(source: SourceModel, form: str = "a checkpoint of reference_mod
     }
 
 
-def _partial_state(partial: PartialCheckpoint) -> dict[str, Any]:
+def _checkpoint_state(partial: PartialCheckpoint) -> dict[str, Any]:
     from tfm_export.checkpoints.settings import SETTINGS, how_to_say
 
     problems = partial.all_problems()
