@@ -89,7 +89,8 @@ def _verify(bundle: Bundle, variant: str, path: Path, threads: int | None, progr
         variant=variant,
         backend=f"onnxruntime-cpu, {graph.GENERATE}",
         synthetic=bool(bundle.manifest.golden["synthetic"]),
-        tensors=[],
+        graph=[],
+        kernels=[],
         argmax_agreement=None,
         generations=compare_generate_graph(bundle, variant, path=path, threads=threads, progress=progress),
     )

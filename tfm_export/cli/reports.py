@@ -11,7 +11,7 @@ from tfm_export.bundle import Bundle
 from tfm_export.precision import PRECISIONS
 
 if TYPE_CHECKING:
-    from tfm_export.verify import GenerationComparison, ParityReport
+    from tfm_export.verify import GenerationComparison, ParityReport, TensorComparison
 
 WIDEST_RULE = 60  # the rule below a table's head; one long cell in the last column must not draw it across the screen
 
@@ -52,21 +52,27 @@ def print_files(bundle: Bundle) -> None:
 def print_verdict(report: ParityReport) -> None:
     """What was compared, how far it was, and whether that is good enough."""
     click.echo(f"\n{report.variant} on {report.backend}, compared with PyTorch:")
-    worst = report.worst_tensor
-    if worst is not None:
-        print_check(
-            all(c.passed for c in report.tensors),
-            f"{len(report.tensors)} tensors step by step: the worst is {worst.name}, off by {worst.error:.1e} "
-            f"(limit {worst.limit:.1e}, PyTorch's own float32 error {worst.own_error:.1e})",
-        )
-        click.echo(f"    best token as PyTorch's in {report.argmax_agreement:.2%} of the steps")
+    _print_tensors("the graphs, both in float64", report.graph)
+    _print_tensors("what runs them, against the graphs in float64", report.kernels)
+    if report.argmax_agreement is not None:
+        click.echo(f"    best token as in float64 in {report.argmax_agreement:.2%} of the steps")
     kind = "synthetic inputs" if report.synthetic else "real inputs"
     print_generations(report.generations, kind)
     if report.synthetic:
         click.echo(
             f"note: golden inputs are random ids; --inputs FILE gives real ones, which say more{_unjudged(report)}"
         )
+    for note in report.notes:
+        click.echo(f"note: {note}")
     click.secho("parity: passed" if report.passed else "parity: FAILED", fg="green" if report.passed else "red")
+
+
+def _print_tensors(what: str, tensors: Sequence[TensorComparison]) -> None:
+    """The tensor that is closest to its limit stands for all."""
+    if tensors:
+        worst = max(tensors, key=lambda tensor: tensor.share)
+        text = f"the worst is {worst.name}, off by {worst.error:.1e} (limit {worst.limit:.1e})"
+        print_check(all(tensor.passed for tensor in tensors), f"{what}: {len(tensors)} tensors, {text}")
 
 
 def _unjudged(report: ParityReport) -> str:

@@ -20,6 +20,7 @@ from tfm_export.staging import check_target, new_bundle
 from tfm_export.tokenizer import load_tokenizer
 from tfm_export.tokenizer.sources import encode_sources
 from tfm_export.verify import ParityReport, golden_text, verify_variant, write_reports
+from tfm_export.verify.steps import measure_tie_margin
 
 Progress = Callable[[str], None]
 
@@ -193,6 +194,11 @@ def _write_golden(
         progress=progress,
     )
     write_text(bundle.path / GOLDEN, golden_text(golden.golden))
+    progress("measuring what rounding does to log-probabilities")
+    manifest = bundle.manifest
+    margin = measure_tie_margin(
+        bundle.variant_path("fp32"), manifest.dimensions, manifest.limits, golden.golden, manifest.special_ids.bos
+    )
     kind = "synthetic inputs" if synthetic else "real inputs"
     bundle.add_files({GOLDEN: f"{len(sources)} {kind} with what PyTorch gave for them"})
-    bundle.manifest = replace(bundle.manifest, golden=golden.facts())
+    bundle.manifest = replace(bundle.manifest, golden=golden.facts(tie_margin=margin))

@@ -1,7 +1,8 @@
 """Parity: whether what comes out of a bundle is what PyTorch says.
 
-Two levels: every log-probability and cached tensor, step by step, against PyTorch in float64 (needs the checkpoint),
-and whole generations of the golden inputs, token for token (needs the bundle alone).
+Three verdicts: the graphs, step by step in float64, against PyTorch in float64 (needs the checkpoint); every
+log-probability and cached tensor of what runs them, against the graphs in float64 (needs the package onnx); and whole
+generations of the golden inputs, token for token (needs the bundle alone).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +28,7 @@ from tfm_export.verify.report import Divergence, GenerationComparison, ParityRep
 
 if TYPE_CHECKING:
     from tfm_export.verify.reference import Reference
+    from tfm_export.verify.steps import StepsComparison
 
 __all__ = [
     "BeamGolden",
@@ -105,24 +108,50 @@ def verify_model(
     precision, manifest = PRECISIONS[variant], bundle.manifest
     if GOLDEN not in manifest.files:
         raise BundleError(f"{bundle.path} has no {GOLDEN} to verify against", "export the bundle again")
-    tensors: list[TensorComparison] = []
-    agreement = None
-    if reference is not None and precision.tolerance is not None:
-        from tfm_export.verify.steps import compare_steps
-
-        progress("comparing every tensor step by step")
-        steps = compare_steps(model, reference, precision.tolerance)
-        tensors, agreement = steps.tensors, steps.argmax_agreement
-    golden = read_golden(bundle, GOLDEN)
+    golden, notes = read_golden(bundle, GOLDEN), list[str]()
+    steps = None
+    if precision.judged_by_number and all(find_spec(name) for name in ("onnx", "onnx_ir")):
+        steps = _steps(bundle, model, variant, reference, golden, progress)
+    elif precision.judged_by_number:
+        notes.append("single numbers were not compared, which takes the package onnx: tfm-export[quantize] has it")
     if manifest.golden["synthetic"] and precision.agreement < 1:
         precision = replace(precision, agreement=0.0)  # what rounding makes of random ids tells nothing of quality
     return ParityReport(
         variant=variant,
         backend=backend,
         synthetic=bool(manifest.golden["synthetic"]),
-        tensors=tensors,
-        argmax_agreement=agreement,
+        graph=[] if steps is None else steps.graph,
+        kernels=[] if steps is None else steps.kernels,
+        argmax_agreement=None if steps is None else steps.argmax_agreement,
+        notes=notes,
         generations=compare_generations(model, golden, manifest.special_ids, manifest.golden, precision, progress),
+    )
+
+
+def _steps(
+    bundle: Bundle,
+    model: StepModel,
+    variant: str,
+    reference: Reference | None,
+    golden: Sequence[Golden],
+    progress: Callable[[str], None],
+) -> StepsComparison:
+    from tfm_export.verify.steps import compare_steps, teacher_forcing
+
+    manifest = bundle.manifest
+    exact = None
+    if reference is not None:
+        from tfm_export.verify.reference import float64_reference
+
+        exact = float64_reference(reference)
+    return compare_steps(
+        bundle.variant_path(variant),
+        manifest.dimensions,
+        teacher_forcing(manifest.dimensions, manifest.limits, golden, manifest.special_ids.bos),
+        limits=manifest.limits,
+        model=model,
+        reference=exact,
+        progress=progress,
     )
 
 
@@ -168,7 +197,7 @@ def write_reports(bundle: Bundle, reports: Sequence[ParityReport], *, name: str 
     """Put what was measured into the bundle's reports/, for programs and for people.
 
     The manifest does not name reports: a service runs without them, and one that is loading the bundle meanwhile must
-    not find an altered file. Where tensors of graphs were not compared this time, the last comparison of them stays:
+    not find an altered file. Where the graphs were not compared with PyTorch this time, the last comparison stays:
     the manifest's hashes tell that the graphs are still the same.
 
     Args:
@@ -180,18 +209,18 @@ def write_reports(bundle: Bundle, reports: Sequence[ParityReport], *, name: str 
     folder.mkdir(exist_ok=True)
     data, page = folder / f"{name}.json", folder / f"{name}.html"
     if name == PARITY:  # an engine of the same name may be another one
-        reports = [report if report.tensors else _with_last_tensors(report, data) for report in reports]
+        reports = [report if report.graph else _with_last_graph(report, data) for report in reports]
     write_text(data, reports_json(reports))
     write_text(page, parity_page(reports, "Parity with PyTorch"))
 
 
-def _with_last_tensors(report: ParityReport, path: Path) -> ParityReport:
+def _with_last_graph(report: ParityReport, path: Path) -> ParityReport:
     try:
         last = json.loads(path.read_text(encoding="utf-8"))
         kind = (report.variant, report.backend)
         entry = next(entry for entry in last["variants"] if (entry["variant"], entry["backend"]) == kind)
         names = [f.name for f in fields(TensorComparison)]
-        tensors = [TensorComparison(**{name: tensor[name] for name in names}) for tensor in entry["tensors"]]
-        return replace(report, tensors=tensors, argmax_agreement=entry["argmax_agreement"])
+        tensors = [TensorComparison(**{name: tensor[name] for name in names}) for tensor in entry["graph"]]
+        return replace(report, graph=tensors)
     except (OSError, ValueError, LookupError, TypeError, StopIteration):
         return report  # there is no last comparison that can be read

@@ -44,8 +44,12 @@ def _section(report: ParityReport) -> str:
         _generations(report.generations),
         *(_divergences(comparison) for comparison in report.generations),
     ]
-    if report.tensors:
-        parts.append(_tensors(report.tensors))
+    kinds = (
+        (report.graph, "The graphs in float64: largest difference from PyTorch in float64"),
+        (report.kernels, f"{report.backend}: largest difference from the graphs in float64"),
+    )
+    parts += [_tensors(tensors, caption) for tensors, caption in kinds if tensors]
+    parts += [f"<p>{escape(note)}</p>\n" for note in report.notes]
     return "".join(parts)
 
 
@@ -73,13 +77,12 @@ def _divergence_row(d: Divergence, kind: str) -> list[str]:
     return [str(d.index), d.text or "", str(d.step), *tokens, f"{d.margin:.1e}", kind]
 
 
-def _tensors(tensors: Iterable[TensorComparison]) -> str:
+def _tensors(tensors: Iterable[TensorComparison], caption: str) -> str:
     rows = [
-        [t.name, f"{t.error:.1e}", f"{t.own_error:.1e}", f"{t.limit:.1e}", _bar(t.error / t.limit), _verdict(t.passed)]
+        [t.name, f"{t.error:.1e}", f"{t.rounding:.1e}", f"{t.limit:.1e}", _bar(t.share), _verdict(t.passed)]
         for t in tensors
     ]
-    head = ["tensor", "error", "PyTorch's own in float32", "limit", "error / limit", ""]
-    caption = "Step by step, largest difference from PyTorch in float64"
+    head = ["tensor", "error", "rounding explains", "limit", "error / limit", ""]
     return _table(caption, head, rows, numbers={1, 2, 3}, markup={4, 5})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference_model import Transformer
 from tfm_export.checkpoints.adapter import Adapter
+from tfm_export.verify.steps import TeacherForcing, Trace, TracedReference
 
 Reference = Transformer | Adapter
 
@@ -79,7 +81,9 @@ class _Caster:
 
 
 @torch.inference_mode()
-def run_reference(model: Reference, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor) -> ReferenceRun:
+def run_reference(
+    model: Reference, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor, places: Sequence[int] | None = None
+) -> ReferenceRun:
     """Run a model once over whole targets and keep what its decoder projects.
 
     Args:
@@ -87,9 +91,10 @@ def run_reference(model: Reference, source_ids: Tensor, source_mask: Tensor, tar
         source_ids: [B, S].
         source_mask: [B, S].
         target_ids: [B, T], from the start token on.
+        places: of the target, for whose log-probabilities to ask; all of them by default.
     """
     if isinstance(model, Adapter):
-        return _run_adapter(model, source_ids, source_mask, target_ids)
+        return _run_adapter(model, source_ids, source_mask, target_ids, places)
     kept: dict[str, Tensor] = {}
     hooks = [
         linear.register_forward_hook(_keep(kept, f"{kind}_{part}_{i}"))
@@ -97,6 +102,8 @@ def run_reference(model: Reference, source_ids: Tensor, source_mask: Tensor, tar
         for kind, attention in (("self", layer.self_attention), ("cross", layer.cross_attention))
         for part, linear in (("key", attention.W_k), ("value", attention.W_v))
     ]
+    if places is not None:
+        hooks.append(model.projection.register_forward_pre_hook(lambda _module, inputs: (inputs[0][:, places],)))
     try:
         log_probs = model(source_ids, source_mask, target_ids).double().log_softmax(-1)
     finally:
@@ -106,10 +113,13 @@ def run_reference(model: Reference, source_ids: Tensor, source_mask: Tensor, tar
     return ReferenceRun(log_probs.numpy(), {name: split(x).double().numpy() for name, x in kept.items()})
 
 
-def _run_adapter(model: Adapter, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor) -> ReferenceRun:
+def _run_adapter(
+    model: Adapter, source_ids: Tensor, source_mask: Tensor, target_ids: Tensor, places: Sequence[int] | None
+) -> ReferenceRun:
     """What is cached as `decode_step` computes it, and what comes out as `decode` does, which may be other code."""
     memory = model.encode(source_ids, source_mask)
-    log_probs = model.decode(target_ids, memory, source_mask).double().log_softmax(-1)
+    logits = model.decode(target_ids, memory, source_mask)
+    log_probs = (logits if places is None else logits[:, places]).double().log_softmax(-1)
     _, caches = model.decode_with_cache(target_ids, memory, source_mask)
     kept = {
         f"{kind}_{part}_{i}": tensor.double().numpy()
@@ -125,3 +135,43 @@ def _keep(kept: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any, Tenso
         kept[name] = output
 
     return hook
+
+
+def float64_reference(model: Reference) -> TracedReference:
+    """PyTorch in float64, for `steps.compare_steps`.
+
+    Args:
+        model: in float32.
+    """
+    exact, watch = in_precision(model, torch.float64), _Float32Watch()  # type: ignore[no-untyped-call]
+
+    def trace(case: TeacherForcing) -> Trace:
+        source_ids, source_mask = torch.from_numpy(case.source_ids), torch.from_numpy(case.source_mask)
+        with watch:
+            target_ids = torch.from_numpy(case.target_ids)
+            run = run_reference(exact, source_ids, source_mask, target_ids, case.places.tolist())
+        visible = case.source_mask[:, None, :, None]
+        tensors = {n: np.where(visible, x, 0) if n.startswith("cross") else x for n, x in run.keys_values.items()}
+        return {"log_probs": run.log_probs, **tensors}
+
+    adapter = isinstance(model, Adapter)
+    return TracedReference(trace=trace, tables=adapter, float32_inside=lambda: adapter and watch.found)
+
+
+class _Float32Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether anything is computed in fewer bits than float64."""
+
+    found = False
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        tensors = output if isinstance(output, list | tuple) else (output,)
+        if any(isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 for t in tensors):
+            self.found = True
+        return output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,24 +11,29 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class TensorComparison:
-    """How far one tensor is from a float64 run of the reference.
+    """How far one tensor is from what it should be, computed in float64.
 
     Attributes:
         name: as in the graph's table.
         error: largest absolute difference.
-        own_error: PyTorch's own in float32.
+        rounding: what rounding explains of it, as measured.
         limit: the largest accepted error.
     """
 
     name: str
     error: float
-    own_error: float
+    rounding: float
     limit: float
 
     @property
     def passed(self) -> bool:
         """Within the limit; an error that is not a number is not."""
         return self.error <= self.limit
+
+    @property
+    def share(self) -> float:
+        """The part of the limit that the error takes; above 1 it is beyond."""
+        return self.error / self.limit if self.limit else math.inf if self.error else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,32 +99,32 @@ class ParityReport:
         variant: its name.
         backend: what ran it.
         synthetic: whether the golden inputs are random ids instead of real text.
-        tensors: step-by-step comparisons; empty when the checkpoint was not at hand.
-        argmax_agreement: share of teacher-forced steps with PyTorch's best token; None likewise.
+        graph: the graphs in float64 against PyTorch in float64; empty when the checkpoint was not at hand.
+        kernels: what ran the graphs, against the graphs in float64; empty where single numbers are not judged.
+        argmax_agreement: share of teacher-forced steps with float64's best token; None where kernels is empty.
         generations: golden inputs.
+        notes: what was not compared, and why.
     """
 
     variant: str
     backend: str
     synthetic: bool
-    tensors: list[TensorComparison]
+    graph: list[TensorComparison]
+    kernels: list[TensorComparison]
     argmax_agreement: float | None
     generations: list[GenerationComparison]
+    notes: list[str] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
         """Every comparison passed."""
-        return all(c.passed for c in self.tensors) and all(c.passed for c in self.generations)
-
-    @property
-    def worst_tensor(self) -> TensorComparison | None:
-        """The tensor closest to its limit, or furthest beyond."""
-        return max(self.tensors, key=lambda c: c.error / c.limit, default=None)
+        tensors = (*self.graph, *self.kernels)
+        return all(c.passed for c in tensors) and all(c.passed for c in self.generations)
 
     def facts(self) -> dict[str, Any]:
         """The report as plain values, each part with its verdict."""
         state: dict[str, Any] = {"passed": self.passed, **asdict(self)}
-        for name in ("tensors", "generations"):
+        for name in ("graph", "kernels", "generations"):
             for entry, part in zip(state[name], getattr(self, name), strict=True):
                 entry["passed"] = part.passed
         return state
@@ -126,8 +132,15 @@ class ParityReport:
     def problems(self) -> list[str]:
         """Every failure in a sentence."""
         found = [
-            f"{c.name}: error {c.error:.2e} is above {c.limit:.2e} (PyTorch's own float32 error is {c.own_error:.2e})"
-            for c in self.tensors
+            f"{c.name}: the graph is not the model: in float64 it is off from PyTorch in float64 by {c.error:.2e}, "
+            f"and rounding explains at most {c.limit:.2e}"
+            for c in self.graph
+            if not c.passed
+        ]
+        found += [
+            f"{c.name}: {self.backend} does not compute the graph: it is off from the graph in float64 by "
+            f"{c.error:.2e}, and rounding to float32 explains at most {c.limit:.2e}"
+            for c in self.kernels
             if not c.passed
         ]
         for comparison in self.generations:
