@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 # From the bottom up. A part may import those of the lines above it, and never one of its own line.
 LAYERS = (
     ("errors",),
-    ("extras", "graph", "precision"),
+    ("extras", "graph", "precision", "progress"),
     ("bundle",),
     ("staging", "graph_files", "engines"),
     ("runtime", "passes"),
@@ -50,7 +50,7 @@ LIBRARIES = {
     "subword_nmt": {"tokenizer"},
     "click": {"cli"},
     "matplotlib": {"cli"},
-    "numpy": set(RANKS) - {"errors", "extras", "graph", "precision", "bundle", "staging", "engines"},
+    "numpy": set(RANKS) - {"errors", "extras", "graph", "precision", "progress", "bundle", "staging", "engines"},
 }
 STANDARD = sys.stdlib_module_names
 

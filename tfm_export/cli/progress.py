@@ -14,7 +14,7 @@ WIDTH = 24
 INTERVAL = 0.1  # seconds; a line drawn more often only costs time
 
 
-class Progress:
+class ProgressBar:
     """A bar, where the amount of work is known, and rates.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,15 @@ from tfm_export import graph
 from tfm_export.bundle import GOLDEN, TOKENIZER, Bundle, Limits, Manifest, write_text
 from tfm_export.checkpoints import Adapter, Factory, SourceModel, read_adapter, read_checkpoint
 from tfm_export.errors import ExportError, ParityError, RequestError
-from tfm_export.export.golden import MOST_LINES, GoldenSet, Source, make_golden, synthetic_sources
+from tfm_export.export.golden import MOST_LINES, GoldenSet, GoldenSource, make_golden, synthetic_sources
 from tfm_export.export.variant import dimensions_of, write_fp32_variant
 from tfm_export.extras import require_onnxruntime
+from tfm_export.progress import Progress
 from tfm_export.staging import check_target, new_bundle
 from tfm_export.tokenizer import load_tokenizer
 from tfm_export.tokenizer.sources import encode_sources
 from tfm_export.verify import ParityReport, golden_text, verify_variant, write_reports
 from tfm_export.verify.steps import measure_tie_margin
-
-Progress = Callable[[str], None]
 
 
 def export_bundle(
@@ -147,7 +146,7 @@ def _write_tokenizer(bundle: Bundle, source: SourceModel) -> None:
     bundle.add_files({f"{TOKENIZER}/{name}": "turns text into ids and back" for name in source.tokenizer})
 
 
-def _golden_sources(bundle: Bundle, source: SourceModel, inputs: Sequence[str] | None) -> list[Source]:
+def _golden_sources(bundle: Bundle, source: SourceModel, inputs: Sequence[str] | None) -> list[GoldenSource]:
     if inputs is None:
         return synthetic_sources(source.model, source.special_ids, bundle.manifest.limits)
     lines = [line for line in inputs if line.strip()]
@@ -182,7 +181,7 @@ def _write_graphs(bundle: Bundle, source: SourceModel, attention_layer: int | No
 
 
 def _write_golden(
-    bundle: Bundle, source: SourceModel, sources: list[Source], *, synthetic: bool, progress: Progress
+    bundle: Bundle, source: SourceModel, sources: list[GoldenSource], *, synthetic: bool, progress: Progress
 ) -> None:
     golden: GoldenSet = make_golden(
         source.model,

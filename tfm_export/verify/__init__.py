@@ -8,7 +8,7 @@ generations of the golden inputs, token for token (needs the bundle alone).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +18,7 @@ from tfm_export.bundle import GOLDEN, Bundle, write_text
 from tfm_export.errors import BackendUnavailable, BundleError
 from tfm_export.graph import GENERATE
 from tfm_export.precision import PRECISIONS
+from tfm_export.progress import Progress
 from tfm_export.runtime.backends import survey
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.verify.cpu import CPU, TWIN, cpu_model
@@ -59,7 +60,7 @@ def verify_variant(
     *,
     reference: Reference | None = None,
     threads: int | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> ParityReport:
     """Judge one variant of a bundle.
 
@@ -90,7 +91,7 @@ def verify_model(
     backend: str,
     *,
     reference: Reference | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> ParityReport:
     """Judge a loaded model of a variant, on whatever backend.
 
@@ -134,7 +135,7 @@ def _steps(
     variant: str,
     reference: Reference | None,
     golden: Sequence[Golden],
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> StepsComparison:
     from tfm_export.verify.steps import compare_steps, teacher_forcing
 
@@ -160,7 +161,7 @@ def verify_gpu(
     gpu: int,
     *,
     reference: Reference | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> tuple[list[ParityReport], list[str]]:
     """Judge every engine and variant of a bundle that runs on a GPU.
 

@@ -16,6 +16,7 @@ from tfm_export.bundle import Bundle, SpecialIds
 from tfm_export.decoding import DecodeOptions, Hypothesis, generate
 from tfm_export.errors import BundleError
 from tfm_export.precision import Precision
+from tfm_export.progress import Progress
 from tfm_export.runtime.step_model import Ids, Mask, Sentences, StepModel
 from tfm_export.verify.report import Divergence, GenerationComparison
 
@@ -116,7 +117,7 @@ def compare_generations(
     special: SpecialIds,
     facts: dict[str, Any],
     precision: Precision,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> list[GenerationComparison]:
     """Decode golden inputs one by one, in batches and in padded batches, and hold every token to PyTorch's.
 
@@ -176,7 +177,7 @@ def compare_search(
     decode: Decode,
     facts: dict[str, Any],
     precision: Precision,
-    progress: Callable[[str], None],
+    progress: Progress,
     difference: Difference = _greedy_difference,
 ) -> list[GenerationComparison]:
     """The same for one way of decoding.

@@ -23,12 +23,12 @@ from tfm_export.passes.static_quantization import quantize_static
 from tfm_export.passes.tensorrt_form import tensorrt_form
 from tfm_export.passes.weight_only import quantize_weights
 from tfm_export.trt.options import Compute
-from tfm_export.trt.profiles import EngineLimits, Profile, check_profiles
+from tfm_export.trt.profiles import EngineLimits, OptimizationProfile, check_profiles
 from tfm_export.trt.refusals import check_graph
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class NetworkSource:
     """A graph to be compiled.
 
     Attributes:
@@ -44,7 +44,7 @@ class Source:
     plan: str
     precision: str
     model: ir.Model
-    profiles: Sequence[Profile]
+    profiles: Sequence[OptimizationProfile]
     inputs: Sequence[TensorSpec]
     outputs: Sequence[TensorSpec]
     kept: Mapping[str, str] = field(default_factory=dict)
@@ -67,7 +67,7 @@ def engine_head_size(dimensions: Dimensions, compute: Compute) -> int:
 
 def derive_sources(
     bundle: Bundle, variant: str, compute: Compute, limits: EngineLimits, capacities: Sequence[int]
-) -> list[Source]:
+) -> list[NetworkSource]:
     """Derive the graphs of an engine: the encoder's, and the decoder step's for each capacity.
 
     Args:
@@ -88,7 +88,7 @@ def derive_sources(
     dimensions = bundle.manifest.dimensions
     wide = Dimensions(**{**vars(dimensions), "head_size": engine_head_size(dimensions, compute)})
     model, kept = _derive(bundle, graph.ENCODER, variant, compute, ranges)
-    encoder = Source(
+    encoder = NetworkSource(
         plan=ENCODER_PLAN,
         precision="int8" if bundle.manifest.variants.get(variant, {}).get("int8_encoder") else variant,
         model=model,
@@ -99,7 +99,7 @@ def derive_sources(
     )
     step, kept = _derive(bundle, graph.DECODER_STEP, variant, compute, ranges)
     steps = (
-        Source(
+        NetworkSource(
             plan=step_plan(capacity),
             precision=variant,
             model=_with_capacity(step, capacity),
@@ -117,7 +117,7 @@ def derive_sources(
     return sources
 
 
-def write_sources(sources: Sequence[Source], folder: Path) -> None:
+def write_sources(sources: Sequence[NetworkSource], folder: Path) -> None:
     """Write graphs beside one file of weights that they share.
 
     Args:
