@@ -31,6 +31,7 @@ def export_bundle(
     settings: Mapping[str, Any] | None = None,
     adapter: Factory | None = None,
     inputs: Sequence[str] | None = None,
+    made_from: Sequence[Path] = (),
     max_source_length: int | None = None,
     max_target_length: int | None = None,
     attention_layer: int | None = None,
@@ -43,12 +44,13 @@ def export_bundle(
     Args:
         checkpoint: the file, or a folder with a configuration and weights.
         path: the bundle to write.
-        settings: what the checkpoint does not say of itself; see `checkpoints.read_checkpoint`.
+        settings: what the checkpoint does not say of itself, by the names in `checkpoints.settings`.
         adapter: makes the model of the checkpoint's path, for models that are not read otherwise. It is code of the
             caller's, which runs here.
         inputs: real source texts for the golden set; without them it is synthetic.
-        max_source_length: the longest source, its end token included; the position table's length by default.
-        max_target_length: the longest target, its end token included; likewise.
+        made_from: files, beside the checkpoint, that must not go with a bundle that is replaced.
+        max_source_length: the longest source in tokens, its end token included; None for all that the model takes.
+        max_target_length: the longest target in tokens, its end token included; None for all that the model takes.
         attention_layer: also write the graph that gives this decoder layer's cross-attention weights; negative counts
             from the last.
         verify: compare with PyTorch before the bundle is put in place.
@@ -65,7 +67,7 @@ def export_bundle(
         ParityError: the graphs do not give what PyTorch gives; no bundle is left.
     """
     path = Path(path)
-    check_target(path, force=force, inputs=[Path(checkpoint)])
+    check_target(path, force=force, inputs=[Path(checkpoint), *made_from])
     progress(f"reading {checkpoint}")
     source = read_checkpoint(checkpoint, settings) if adapter is None else read_adapter(checkpoint, adapter, settings)
     limits = _limits(source, max_source_length, max_target_length)
@@ -174,7 +176,9 @@ def _write_graphs(bundle: Bundle, source: SourceModel, attention_layer: int | No
     }
     facts: dict[str, Any] = {"weights": "float32", "compute": "float32"}
     if attention_layer is not None:
-        purposes[graph.DECODER_STEP_ATTENTION] = f"the same with decoder layer {attention_layer}'s attention weights"
+        purposes[graph.DECODER_STEP_ATTENTION] = (
+            f"the next token, with decoder layer {attention_layer}'s attention weights"
+        )
         facts["attention_layer"] = attention_layer
     bundle.add_files({f"onnx/fp32/{name}": purpose for name, purpose in purposes.items()})
     bundle.manifest = replace(bundle.manifest, variants={"fp32": facts})
