@@ -5,7 +5,8 @@ Every step runs the whole decoder over the whole target so far.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -35,12 +36,14 @@ class Hypothesis:
         score: the sum of the log-probabilities of the tokens and of the end token, if it came.
         log_probs: the log-probability of each token, and of the end token, if it came.
         finished: the end token came before the length limit.
+        margin: of the beam search that found it, see `BeamSearch`.
     """
 
     tokens: list[int]
     score: float
     log_probs: list[float]
     finished: bool
+    margin: float = field(default=math.inf, compare=False)
 
     def normalised_score(self, length_penalty: float) -> float:
         """score / length ** length_penalty; the end token counts."""
@@ -97,6 +100,8 @@ class BeamSearch:
         live: the hypotheses to extend, the best first: their tokens and the log-probability of each.
         finished: those that came to their end, in the order in which they did.
         over: no step is left to do.
+        margin: the smallest difference, divided by the tokens so far, that decided whether a hypothesis was kept or
+            could finish. Where it is within rounding, another search may be just as right.
     """
 
     def __init__(self, special: SpecialIds, max_length: int, beam_size: int) -> None:
@@ -104,6 +109,7 @@ class BeamSearch:
         self.live: list[tuple[list[int], list[float]]] = [([], [])]
         self.finished: list[Hypothesis] = []
         self.over = False
+        self.margin = math.inf
 
     def targets(self) -> list[list[int]]:
         """The decoder's input for each live hypothesis, all of one length."""
@@ -112,22 +118,27 @@ class BeamSearch:
     def step(self, log_probs: Tensor) -> None:
         """Extend by one token, given the log-probabilities [live, V] of the token after each of `targets`."""
         totals = log_probs.double() + torch.tensor([[sum(values)] for _, values in self.live], dtype=torch.double)
-        best = totals.flatten().topk(min(2 * self.beam_size, totals.numel())).indices
+        scores, best = totals.flatten().topk(min(2 * self.beam_size + 1, totals.numel()))
+        best = best[: 2 * self.beam_size]
         chosen_log_probs = log_probs.flatten()[best].tolist()
-        extended = []
+        extended, kept = [], 0
         for rank, (index, log_prob) in enumerate(zip(best.tolist(), chosen_log_probs, strict=True)):
             row, token = divmod(index, log_probs.size(1))
             tokens, values = [*self.live[row][0], token], [*self.live[row][1], log_prob]
             if token != self.special.eos and len(tokens) < self.max_length:
                 extended.append((tokens, values))
+                kept = rank + 1 if len(extended) <= self.beam_size else kept
             elif rank < self.beam_size:
                 self.finished.append(_hypothesis(tokens, values, self.special))
         self.over = len(self.finished) >= self.beam_size or len(self.targets()[0]) == self.max_length
         self.live = extended[: self.beam_size]
+        steps = [scores[i - 1] - scores[i] for i in {self.beam_size, kept, 2 * self.beam_size} if 0 < i < len(scores)]
+        self.margin = min([self.margin, *(float(step) / len(tokens) for step in steps)])
 
     def results(self, length_penalty: float) -> list[Hypothesis]:
         """At most beam_size finished hypotheses, the best first."""
-        return sorted(self.finished, key=lambda h: -h.normalised_score(length_penalty))[: self.beam_size]
+        best = sorted(self.finished, key=lambda h: -h.normalised_score(length_penalty))[: self.beam_size]
+        return [replace(hypothesis, margin=self.margin) for hypothesis in best]
 
 
 @torch.inference_mode()

@@ -93,10 +93,12 @@ def test_beams_by_hand() -> None:
     search.step(torch.tensor([[-9.0, -1.0, -3.0, -2.0]]))  # the end is third: not among the first two
     assert [tokens for tokens, _ in search.live] == [[1], [3]]
     assert search.finished == []
+    assert search.margin == pytest.approx(1)  # between [3] and the end
     search.step(torch.tensor([[-5.0, -6.0, -7.0, -8.0], [-9.0, -0.5, -1.0, -9.0]]))
     # -2.5 for [3, 1] and -3.0 for [3, end], which is second; then -6.0 for [1, 0] and -7.0 for [1, 1].
     assert [(h.tokens, h.score, h.finished) for h in search.finished] == [([3], -3.0, True)]
     assert search.targets() == [[1, 3, 1], [1, 1, 0]]
+    assert search.margin == pytest.approx(1 / 2)  # between [1, 0] and [1, 1], for two tokens
     assert not search.over
     search.step(torch.tensor([[-1.0, -2.0, -3.0, -4.0], [-1.0, -1.0, -1.0, -1.5]]))
     # At three tokens the live ones count too: [3, 1, 0] with -3.5 and [3, 1, 1] with -4.5.
@@ -104,6 +106,7 @@ def test_beams_by_hand() -> None:
     assert [(h.tokens, h.score) for h in search.results(0.0)] == [([3], -3.0), ([3, 1, 0], -3.5)]
     ranked = [(h.tokens, round(h.normalised_score(1.0), 4)) for h in search.results(1.0)]
     assert ranked == [([3, 1, 0], -1.1667), ([3], -1.5)]
+    assert search.results(1.0)[0].margin == pytest.approx(0.5 / 3)  # the fourth, -6.5, and the fifth, -7.0
 
 
 def test_a_search_is_over_when_enough_hypotheses_are_finished() -> None:

@@ -110,7 +110,8 @@ def make_golden(
             ids, mask = source_ids[wanted], source_mask[wanted]
             found = beam_batch(model, ids, mask, reference_special, max_length, BEAM_SIZE, length_penalty)
             for place, (best, *_) in zip(wanted, found, strict=True):
-                beams[place] = BeamGolden(tokens=_with_end(best, special), score=best.normalised_score(length_penalty))
+                score = best.normalised_score(length_penalty)
+                beams[place] = BeamGolden(tokens=_with_end(best, special), score=score, margin=min(best.margin, 1e9))
         tokens = [_with_end(h, special) for h in hypotheses]
         margins = _margins(exact, source_ids, source_mask, tokens, special)
         rows = zip(indices, hypotheses, tokens, margins, beams, strict=True)

@@ -31,10 +31,12 @@ class BeamGolden:
     Attributes:
         tokens: the best hypothesis, without the start token, with the end token if it came.
         score: its log-probability divided by length ** length_penalty.
+        margin: the smallest difference, a token, by which the search kept one hypothesis and not another.
     """
 
     tokens: list[int]
     score: float
+    margin: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,8 @@ def compare_generations(
     comparisons = []
     for search, (inputs, options) in searches.items():
         decode = partial(_decode, model, options, special)
-        difference = _greedy_difference if options.beam_size == 1 else _beam_difference
+        beams = partial(_beam_difference, options.length_penalty)
+        difference = _greedy_difference if options.beam_size == 1 else beams
         comparisons += compare_search(search, inputs, decode, facts, precision, progress, difference)
     return comparisons
 
@@ -257,14 +260,15 @@ def _compare_with_alone(
     )
 
 
-def _beam_difference(index: int, golden: Golden, found: Hypothesis) -> Divergence | None:
-    """The first token that differs, with the margin between the scores of the two hypotheses."""
+def _beam_difference(length_penalty: float, index: int, golden: Golden, found: Hypothesis) -> Divergence | None:
+    """The first token that differs, with the margin, a token, between the two hypotheses or at any earlier choice."""
     assert golden.beam is not None
     step = _first_difference(golden.beam.tokens, found.tokens)
     if step is None:
         return None
-    margin = abs(golden.beam.score - found.score)
-    return _divergence(index, golden, step, golden.beam.tokens, found.tokens, margin)
+    length = max(len(golden.beam.tokens), len(found.tokens), 1)
+    margin = abs(golden.beam.score - found.score) * length ** (length_penalty - 1)
+    return _divergence(index, golden, step, golden.beam.tokens, found.tokens, min(margin, golden.beam.margin))
 
 
 def _first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:

@@ -46,8 +46,8 @@ class Divergence:
         step: of the token, from 0.
         expected: the token that PyTorch gave; None if it had ended.
         found: the token that came; None if it had ended.
-        margin: greedy: between PyTorch's two best tokens at this step, in float64; beam: between the scores of the
-            two hypotheses.
+        margin: greedy: between PyTorch's two best tokens at this step, in float64; beam: a token, between the
+            two hypotheses or at the closest choice that PyTorch's search made.
     """
 
     index: int
