@@ -36,8 +36,8 @@ class Family:
         embedding_norm: embeddings are normalised.
         positions: "table", "halves" (computed if not in the file) or "tensor2tensor" (always computed).
         first_row: the table's row of position 0; None is the one after the padding id.
-        activation: where config.json does not say.
-        scale_embedding: likewise.
+        activation: of the feed-forward, where config.json does not say.
+        scale_embedding: multiply embeddings by sqrt(d_model), where config.json does not say.
     """
 
     norm_first: bool

@@ -127,7 +127,7 @@ class KeyMap:
         self.ignored |= dict.fromkeys((key for key in keys if key in self.tensors), reason)
 
     def ignore_matching(self, patterns: Iterable[str], reason: str) -> None:
-        """The same by names in which * stands for any characters."""
+        """Say that weights are of no use, by names in which * stands for any characters."""
         for pattern in patterns:
             self.ignore(fnmatch.filter(self.tensors, pattern), reason)
 

@@ -197,7 +197,7 @@ def place_layer(
         attentions: by the name of ours, theirs and its norm.
         inner: by the linear layers of our feed-forward, theirs.
         inner_norm: the feed-forward's norm.
-        bias: see `KeyMap.norm`.
+        bias: what norms call theirs; None where they have none.
     """
     parts = {"q": "linear_query", "k": "linear_keys", "v": "linear_values", "o": "final_linear"}
     for name, (attention, norm) in attentions.items():

@@ -34,7 +34,7 @@ def piece_files(
     Args:
         models: of each side, the file of SentencePiece or subword-nmt.
         tokens: of each side, in the order of ids.
-        language_codes: see `tfm_export.tokenizer.pieces`.
+        language_codes: a source may begin with the language to translate to, such as ">>fra<<", which is one token.
     """
     names = {side: f"{side}.{'bpe' if _are_codes(model) else 'spm'}" for side, model in models.items()}
     if models["source"] == models["target"]:

@@ -31,7 +31,7 @@ class DecodedLine:
     Attributes:
         number: of the line, from 1 on.
         line: as it was read.
-        answer: what came of it.
+        answer: its hypotheses.
     """
 
     number: int

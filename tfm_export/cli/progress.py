@@ -38,7 +38,7 @@ class ProgressBar:
         self._bytes = self._lines = self._tokens = self._shown = 0
 
     def advance(self, line: str, tokens: int, *, pause: bool = False) -> None:
-        """Count a line that is done, and the tokens that came of it.
+        """Count a line that is done, and the tokens of its answer.
 
         Args:
             line: as it was read.

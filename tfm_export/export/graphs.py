@@ -236,7 +236,7 @@ class DecoderGraphLayer(nn.Module):
 
         Args:
             x: the decoder's stream.
-            write_index: see `scatter`.
+            write_index: int64 [B], each sentence's first slot to write to.
             self_mask: the slots each query sees.
             cross_mask: the source tokens each query sees.
             cache: the self-attention key and value.

@@ -24,8 +24,8 @@ class Speed:
 
     Attributes:
         name: of the way.
-        fp32: milliseconds a step, the median of the turns.
-        variant: likewise.
+        fp32: its milliseconds a step, the median of the turns.
+        variant: its milliseconds a step, the median of the turns.
         turns: of each, in milliseconds a step, fp32 first.
     """
 

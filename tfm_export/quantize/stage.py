@@ -207,7 +207,7 @@ class _Work:
         return write_variant(self.fp32, folder, recipe)
 
     def _judged(self, report: QuantizeReport, folder: Path, evidence: Evidence) -> QuantizeReport:
-        """The report with what came of decoding with the variant; numbers that are not finite are bad quality."""
+        """The report with the variant's generations and metric; numbers that are not finite are bad quality."""
         try:
             generations, metric = self._judge(folder, evidence)
         except NumericError as problem:

@@ -22,7 +22,7 @@ NOT_FUSED = "is_decomposable"
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """What came of a build.
+    """A network that TensorRT has built, as it was given.
 
     Attributes:
         network: what TensorRT was given, counted.

@@ -38,13 +38,13 @@ class Silent:
     """Tells nobody."""
 
     def begin(self, what: str) -> None:
-        """Nothing."""
+        """Leave what begins untold."""
 
     def advance(self, phase: str) -> None:
-        """Nothing."""
+        """Leave the phase untold."""
 
     def note(self, text: str) -> None:
-        """Nothing."""
+        """Leave the note untold."""
 
 
 class StopRequest:

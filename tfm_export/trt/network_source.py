@@ -29,15 +29,15 @@ from tfm_export.trt.refusals import check_graph
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkSource:
-    """A graph to be compiled.
+    """The ONNX graph that one of TensorRT's networks is parsed from, and what its plan must be.
 
     Attributes:
         plan: the name of the plan that it becomes.
         precision: whose numbers it has: the variant's, or int8 for an encoder of w8 or w4 that was made so.
         model: the graph; the capacity is a number.
         profiles: of the plan.
-        inputs: as the graph's table says, with the sizes of this engine.
-        outputs: likewise.
+        inputs: names, types and shapes, with the sizes of this engine.
+        outputs: names, types and shapes, with the sizes of this engine.
         kept: what is computed in float32 because the engine's other type cannot hold it, and why.
     """
 

@@ -239,7 +239,7 @@ def _layer_type(trt: ModuleType, tensor: Any, producers: dict[str, Any]) -> str:
 
 
 def _node_type(value: ir.Value | None) -> str:
-    """The same for a value of the graph."""
+    """The type of a value of the graph; of what is dequantised, the type that it was quantised to."""
     source = value
     while source is not None and (node := source.producer()) is not None and node.op_type in _PASSING_NODES:
         source = node.inputs[0]

@@ -120,9 +120,9 @@ def build_engine(
         force: replace an engine of that name.
 
     Raises:
-        BackendUnavailable: see `draw_blueprint`.
-        BuildError: see `draw_blueprint`; or TensorRT did not build it, or it is not what was asked for.
-        BundleError: see `draw_blueprint`; or the disk is full.
+        BackendUnavailable: no TensorRT library can build here.
+        BuildError: what is asked for cannot be had, TensorRT did not build it, or built something else.
+        BundleError: the bundle lacks the variant, has an engine of that name, or cannot be written to.
         KeyboardInterrupt: Ctrl-C was pressed; the bundle is as it was.
     """
     progress = progress or Silent()
@@ -135,7 +135,7 @@ def build_engine(
 def build_blueprint(
     bundle: Bundle, blueprint: Blueprint, progress: BuildObserver, *, force: bool = False
 ) -> EngineRecord:
-    """Build what a blueprint says; see `build_engine`."""
+    """Build what a blueprint says, prove it and add it to the bundle; raises as `build_engine` does."""
     start = time.perf_counter()
     with new_part(bundle, blueprint.part, force=force, forget=lambda m: _without(m, blueprint.name)) as part:
         _tell_kept(blueprint.sources[:2], progress)  # all capacities keep the same

@@ -89,7 +89,7 @@ def compiled_model(
     head_size: int,
     threads: int | None,
 ) -> Iterator[OnnxModel]:
-    """The graphs that TensorRT is given as a step model of the CPU, closed when the block ends; see `verify_sources`.
+    """The graphs that TensorRT is given as a step model of the CPU, closed when the block ends.
 
     Its capacity is free again: graphs of other capacities differ in nothing else.
     """

@@ -100,7 +100,7 @@ def verify_model(
         model: what decodes.
         variant: by whose standards it is judged.
         backend: what the report calls it.
-        reference: see `verify_variant`.
+        reference: the same weights in PyTorch; without it only generations are compared.
         progress: told what begins.
 
     Raises:
@@ -168,7 +168,7 @@ def verify_gpu(
     Args:
         bundle: an open bundle.
         gpu: the number of the GPU.
-        reference: see `verify_variant`.
+        reference: the same weights in PyTorch; without it only generations are compared.
         progress: told what begins.
 
     Returns:

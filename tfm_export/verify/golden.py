@@ -183,15 +183,15 @@ def compare_search(
     progress: Progress,
     difference: Difference = _greedy_difference,
 ) -> list[GenerationComparison]:
-    """The same for one way of decoding.
+    """Hold one way of decoding to what PyTorch gave.
 
     Args:
         search: its name.
         golden: the inputs.
         decode: decodes them.
-        facts: see `compare_generations`.
-        precision: likewise.
-        progress: likewise.
+        facts: how they were decoded, as the manifest tells it.
+        precision: how much must agree.
+        progress: told what begins.
         difference: finds what is different about a hypothesis.
     """
     margin = tie_margin(facts)
