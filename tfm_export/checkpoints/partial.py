@@ -12,6 +12,7 @@ from torch import Tensor
 
 from reference_model import TransformerConfig
 from tfm_export.bundle import GenerationDefaults, SpecialIds
+from tfm_export.checkpoints.adapter import AdapterConfig
 from tfm_export.checkpoints.key_map import KeyMap, refuse
 from tfm_export.checkpoints.settings import SETTINGS, how_to_say
 from tfm_export.checkpoints.source_model import SourceModel
@@ -129,41 +130,13 @@ class PartialCheckpoint:
                 self._given(name)
         if self.keys.malformed:  # other shapes cannot be judged
             return [*self.problems, *self.keys.problems, *self.keys.malformed.values()]
-        if self.missing:
-            return [*self.problems, *self.keys.problems]
-        config = self.config()
+        config = None if self.missing else self.config()
         if config is None:
             return [*self.problems, *self.keys.problems]
-        return [
-            *self.problems,
-            *self.keys.fitting_problems(config),
-            *self._id_problems(config),
-            *self._decoding_problems(),
-        ]
+        values = {**self._known(*SPECIAL_IDS, *DECODING), **self.options}
+        return [*self.problems, *self.keys.fitting_problems(config), *value_problems(config, values)]
 
-    def _id_problems(self, config: TransformerConfig) -> list[str]:
-        sizes = {"source": config.source_vocabulary_size, "target": config.target_vocabulary_size}
-        places = {"pad": ("source",), "bos": ("target",), "eos": ("target",), "unk": ("source", "target")}
-        if self.value("source_starts_with_bos"):
-            places["bos"] = ("source", "target")
-        if self.value("source_ends_with_eos"):
-            places["eos"] = ("source", "target")
-        return [
-            f"{name} id {value} is outside the {side} vocabulary of {sizes[side]}"
-            for name, sides in places.items()
-            if (value := self.value(name)) is not None
-            for side in sides
-            if not 0 <= value < sizes[side]
-        ]
-
-    def _decoding_problems(self) -> list[str]:
-        try:
-            DecodeOptions(**self._known(DECODING), **self.options)
-        except RequestError as error:
-            return error.problems
-        return []
-
-    def _known(self, names: Iterable[str]) -> dict[str, Any]:
+    def _known(self, *names: str) -> dict[str, Any]:
         return {name: self.facts[name].value for name in names if name in self.facts}
 
     def finish(self) -> SourceModel:
@@ -191,11 +164,11 @@ class PartialCheckpoint:
         return SourceModel(
             path=self.path,
             model=self.keys.build(config),
-            special_ids=SpecialIds(**{"source_ends_with_eos": False, **self._known(SPECIAL_IDS)}),
+            special_ids=SpecialIds(**{"source_ends_with_eos": False, **self._known(*SPECIAL_IDS)}),
             generation=GenerationDefaults(
                 max_length=min(config.max_target_length, self.value("generation_length", config.max_target_length)),
                 options=self.options,
-                **self._known(DECODING),
+                **self._known(*DECODING),
             ),
             tokenizer=tokenizer,
             settings=dict(self.settings),
@@ -207,6 +180,26 @@ class PartialCheckpoint:
         """What is asked for, with what is known of it."""
         known = self.missing[name]
         return f"{name}: {SETTINGS[name].question}" + (f" ({known})" if known else "")
+
+
+def value_problems(config: TransformerConfig | AdapterConfig, known: Mapping[str, Any]) -> list[str]:
+    """What keeps special ids and decoding options from being those of a model; both may lack what is not known."""
+    sizes = {"source": config.source_vocabulary_size, "target": config.target_vocabulary_size}
+    places = {"pad": ("source",), "bos": ("target",), "eos": ("target",), "unk": ("source", "target")}
+    for name, setting in {"bos": "source_starts_with_bos", "eos": "source_ends_with_eos"}.items():
+        if known.get(setting):
+            places[name] = ("source", "target")
+    problems = [
+        f"{name} id {known[name]} is outside the {side} vocabulary of {sizes[side]}"
+        for name, sides in places.items()
+        for side in sides
+        if known.get(name) is not None and not 0 <= known[name] < sizes[side]
+    ]
+    try:
+        DecodeOptions(**{name: value for name, value in known.items() if name not in SPECIAL_IDS})
+    except RequestError as error:
+        problems += error.problems
+    return problems
 
 
 def find_prefix(names: Iterable[str], signature: str) -> str | None:

@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tfm_export.checkpoints import (
-    annotated,
-    eole,
-    fairseq,
-    huggingface,
-    marian,
-    opennmt,
-    reference,
-    torch_transformer,
-    tutorial,
-)
+from tfm_export.checkpoints import annotated, eole, fairseq, huggingface, marian, opennmt, torch_transformer, tutorial
 from tfm_export.checkpoints.files import Contents
 from tfm_export.checkpoints.partial import PartialCheckpoint
+from tfm_export.checkpoints.reference import read as read_reference
 from tfm_export.checkpoints.wrapping import Weights, find_weights
 from tfm_export.errors import CheckpointError
 
@@ -52,7 +43,7 @@ def recognise_checkpoint(contents: Contents, settings: Mapping[str, Any]) -> Par
     Raises:
         CheckpointError: there are no weights, or they are of no known layout.
     """
-    if (own := reference.read(contents, settings)) is not None:
+    if (own := read_reference(contents, settings)) is not None:
         return own
     try:
         weights = find_weights(contents.state, settings.get("weights"))

@@ -18,15 +18,8 @@ from tfm_export.checkpoints.settings import setting_problem
 from tfm_export.checkpoints.vocabularies import SIDES, token_problems, vocabulary_files
 
 HINT = "save it again with reference_model.save_checkpoint"
-PARTS = {
-    "format_version": int,
-    "config": dict,
-    "weights": dict,
-    "vocabularies": list,
-    "special_ids": dict,
-    "generation": dict,
-    "training": dict,
-}
+DICTIONARIES = ("config", "weights", "special_ids", "generation", "training")
+PARTS = {"format_version": int, "vocabularies": list, **dict.fromkeys(DICTIONARIES, dict)}
 # The parts that are plain values, each with what it becomes.
 RECORDS = {"config": TransformerConfig, "special_ids": SpecialIds, "generation": GenerationDefaults}
 VOCABULARY = ("tokens", "split", "lowercase")
