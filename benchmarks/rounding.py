@@ -12,8 +12,9 @@ limit that comes near 1 is a false alarm in the making.
 from __future__ import annotations
 
 import random
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,11 @@ from tfm_export.bundle import Bundle, Limits, Manifest
 from tfm_export.bundle import GenerationDefaults as BundleDefaults
 from tfm_export.bundle import SpecialIds as BundleIds
 from tfm_export.export.variant import write_fp32_variant
+from tfm_export.precision import TIMES_ROUNDING
 from tfm_export.runtime import onnx_runtime
 from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.verify.float64 import Float64Model
 from tfm_export.verify.reference import float64_reference, run_reference
-from tfm_export.verify.report import TensorComparison
 from tfm_export.verify.steps import TeacherForcing, Trace, compare_steps, distances, teacher_forcing
 
 MODELS = Path("build/benchmarks/rounding")
@@ -101,6 +103,7 @@ def exported(seed: int) -> tuple[Transformer, Bundle]:
     """A random model and its graphs; made once."""
     folder = MODELS / str(seed)
     if not (folder / "model.pt").exists():
+        shutil.rmtree(folder, ignore_errors=True)  # what was interrupted
         checkpoint = random_checkpoint(seed)
         write_fp32_variant(checkpoint.model, folder / "onnx" / "fp32")
         save_checkpoint(checkpoint, folder / "model.pt")
@@ -156,27 +159,22 @@ def float32_trace(model: Transformer, case: TeacherForcing) -> Trace:
 def shares(seed: int) -> dict[str, float]:
     """The largest part of a limit that anything of a model takes, by what was judged."""
     model, bundle = exported(seed)
-    manifest, folder = bundle.manifest, bundle.variant_path("fp32")
-    sizes = manifest.dimensions, manifest.limits
-    cases = [*teacher_forcing(*sizes, [], manifest.special_ids.bos)]
-    reference = float64_reference(model)
-    found = {}
+    dimensions, limits, folder = bundle.manifest.dimensions, bundle.manifest.limits, bundle.variant_path("fp32")
+    cases = [case for _, case in teacher_forcing(dimensions, limits, [], bundle.manifest.special_ids.bos)]
+    reference, exact = float64_reference(model), Float64Model(folder, dimensions, limits)
+    truths = [case.trace(exact, dimensions) for case in cases]
+    judged = compare_steps(folder, dimensions, (("", case) for case in cases), limits=limits, reference=reference)
+    found = {"graph": max(comparison.share for comparison in judged.graph)}
+
+    def judge(name: str, traces: Iterable[Trace]) -> None:
+        errors = [distances(trace, truth) for trace, truth in zip(traces, truths, strict=True)]
+        shares = (error / (TIMES_ROUNDING * judged.rounding[name]) for each in errors for name, error in each.items())
+        found[name] = max(shares)
+
     for name, runtime in runtimes(bundle):
-        judged = compare_steps(
-            folder, sizes[0], iter(cases), limits=sizes[1], model=runtime, reference=None if found else reference
-        )
-        if not found:
-            found["graph"] = _largest(judged.graph)
-        found[f"ONNX Runtime, {name}"] = _largest(judged.kernels)
-    limits = {tensor.name: tensor.limit for tensor in judged.kernels}
-    for _, case in cases:
-        for name, error in distances(float32_trace(model, case), reference.trace(case)).items():
-            found["PyTorch, float32"] = max(found.get("PyTorch, float32", 0.0), error / limits[name])
+        judge(f"ONNX Runtime, {name}", (case.trace(runtime, dimensions) for case in cases))
+    judge("PyTorch, float32", (float32_trace(model, case) for case in cases))
     return found
-
-
-def _largest(comparisons: list[TensorComparison]) -> float:
-    return max(comparison.share for comparison in comparisons)
 
 
 def main() -> None:
