@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from tfm_export import graph
@@ -11,14 +10,13 @@ from tfm_export.errors import BundleError, ParityError, RequestError
 from tfm_export.graph_files import read_graph, weight_bytes, write_graph
 from tfm_export.passes.generate_graph import build_generate_graph
 from tfm_export.precision import PRECISIONS
+from tfm_export.progress import Progress
 from tfm_export.runtime.cpu.saturation import generate_graph_problem
 from tfm_export.staging import check_file, new_file
 from tfm_export.verify import ParityReport, compare_generate_graph, reports_json
 
 # A file with everything in it is the simplest to ship; a large one is not worth having twice.
 MOST_BYTES_INSIDE = 100_000_000
-
-Progress = Callable[[str], None]
 
 
 def add_generate_graph(

@@ -26,7 +26,7 @@ from tfm_export.cli import job as job_module
 from tfm_export.cli.decoding_options import ENTRIES, decoding_fields
 from tfm_export.cli.files import output_file, partial_path
 from tfm_export.cli.heat_map import draw_attention
-from tfm_export.cli.progress import Progress
+from tfm_export.cli.progress import ProgressBar
 from tfm_export.cli.run import command, split_arguments
 from tfm_export.decoding import DecodeOptions
 from tfm_export.errors import NumericError
@@ -371,7 +371,7 @@ class Terminal(io.StringIO):
 
 def test_progress_on_a_terminal() -> None:
     terminal, now = Terminal(), 0.0
-    progress = Progress(24, stream=terminal, clock=lambda: now)
+    progress = ProgressBar(24, stream=terminal, clock=lambda: now)
     now = 2.0
     progress.advance("hello", 3)  # 6 of 24 bytes
     assert terminal.getvalue() == "\r██████░░░░░░░░░░░░░░░░░░  25%  1 lines, 0.5 lines/s, 2 tokens/s, 0:06 left"
@@ -387,7 +387,7 @@ def test_progress_on_a_terminal() -> None:
 
 def test_no_progress_elsewhere() -> None:
     for stream, enabled in ((io.StringIO(), True), (Terminal(), False)):
-        progress = Progress(None, stream=stream, enabled=enabled)
+        progress = ProgressBar(None, stream=stream, enabled=enabled)
         progress.advance("hello", 3)
         progress.finish()
         assert stream.getvalue() == ""

@@ -24,7 +24,7 @@ from tfm_export.export import export_bundle
 from tfm_export.graph_files import RANGES, read_graph, read_ranges
 from tfm_export.precision import PRECISIONS
 from tfm_export.quantize import Development, QuantizeOptions, QuantizeReport, quantize_bundle, speed, stage
-from tfm_export.quantize.calibration import Trace, observe
+from tfm_export.quantize.calibration import CalibrationSample, observe
 from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.runtime.cpu.processor import CpuFeatures
 from tfm_export.verify import read_golden, verify_variant
@@ -139,8 +139,8 @@ def test_how_large_values_get_is_written_down_for_engines(tiny_bundle: Path, tmp
         values = [v for node in read_graph(bundle.variant_path("fp32") / f"{name}.onnx").graph for v in node.outputs]
         assert {f"{name}/{v.name}" for v in values if v.dtype == ir.DataType.FLOAT} <= ranges.keys()
     golden = read_golden(bundle, GOLDEN)
-    traces = [Trace(g.source_ids, [bundle.manifest.special_ids.bos, *g.tokens[:-1]]) for g in golden]
-    for name, observed in observe(bundle, traces, threads=1).items():
+    samples = [CalibrationSample(g.source_ids, [bundle.manifest.special_ids.bos, *g.tokens[:-1]]) for g in golden]
+    for name, observed in observe(bundle, samples, threads=1).items():
         # Beam search's hypotheses and the padded sources come on top. Rounded to four digits.
         assert ranges[name] >= observed.largest * (1 - 1e-3), name
 

@@ -26,7 +26,7 @@ __all__ = ["export_configuration"]
 
 @dataclass
 class Told:
-    """A `Progress` that keeps what it is told."""
+    """A `BuildObserver` that keeps what it is told."""
 
     begun: list[str] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)

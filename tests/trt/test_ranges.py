@@ -21,12 +21,12 @@ from tfm_export.errors import BuildError, BundleError, NumericError, ParityError
 from tfm_export.export.variant import write_fp32_variant
 from tfm_export.graph_files import RANGES, read_ranges, write_ranges
 from tfm_export.quantize import QuantizeOptions, quantize_bundle
-from tfm_export.quantize.calibration import decode_traces, observe, thresholds
+from tfm_export.quantize.calibration import decode_samples, observe, thresholds
 from tfm_export.quantize.variant import Recipe, layer_names, write_variant
 from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
-from tfm_export.trt import source as trt_source
+from tfm_export.trt import network_source
+from tfm_export.trt.network_source import NetworkSource, derive_sources, write_sources
 from tfm_export.trt.options import EngineOptions
-from tfm_export.trt.source import Source, derive_sources, write_sources
 from tfm_export.trt.stage import resolve_limits
 from tfm_export.trt.twin import compiled_model
 
@@ -53,7 +53,7 @@ def write_outliers(checkpoint: Path, path: Path) -> None:
         variants={"fp32": {}, "int8": {}, "w8": {}},
     )
     bundle = Bundle(path, manifest)
-    observed = observe(bundle, decode_traces(bundle, SOURCES, beam_size=1, max_length=8, threads=1), threads=1)
+    observed = observe(bundle, decode_samples(bundle, SOURCES, beam_size=1, max_length=8, threads=1), threads=1)
     ranges = {name: o.largest for name, o in observed.items()}
     assert max(ranges.values()) > 65504
     skip = frozenset(name for name in layer_names(bundle.variant_path("fp32")) if name.endswith("contract"))
@@ -64,13 +64,13 @@ def write_outliers(checkpoint: Path, path: Path) -> None:
     bundle.save()
 
 
-def sources_of(bundle: Bundle, variant: str) -> list[Source]:
+def sources_of(bundle: Bundle, variant: str) -> list[NetworkSource]:
     options = EngineOptions(variant=variant, max_beam_size=2)
     return derive_sources(bundle, variant, "fp16", resolve_limits(bundle, options), [48])
 
 
 @contextmanager
-def compiled(bundle: Bundle, sources: list[Source], folder: Path, *, head_size: int = 16) -> Iterator[OnnxModel]:
+def compiled(bundle: Bundle, sources: list[NetworkSource], folder: Path, *, head_size: int = 16) -> Iterator[OnnxModel]:
     """What TensorRT is given, on the CPU."""
     folder.mkdir(exist_ok=True)
     write_sources(sources, folder)
@@ -103,7 +103,7 @@ def test_without_their_ranges_the_graphs_that_would_be_compiled_overflow(
     outliers: Bundle, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The twin rounds to infinity as float16 does, and no integer hides it."""
-    monkeypatch.setattr(trt_source, "read_ranges", lambda _: dict.fromkeys(read_ranges_of(outliers, variant), 1.0))
+    monkeypatch.setattr(network_source, "read_ranges", lambda _: dict.fromkeys(read_ranges_of(outliers, variant), 1.0))
     with (
         compiled(outliers, sources_of(outliers, variant), tmp_path / "engine") as model,
         pytest.raises(NumericError, match="not finite"),

@@ -273,7 +273,7 @@ def test_graphs_that_decode_otherwise_leave_no_engine(bundle: Bundle, monkeypatc
                 node.attributes["scale"] = ir.AttrFloat32("scale", 0.01)
         return head_size
 
-    monkeypatch.setattr("tfm_export.trt.source.pad_heads", wrong)
+    monkeypatch.setattr("tfm_export.trt.network_source.pad_heads", wrong)
     with unchanged(bundle), pytest.raises(ParityError, match="inputs agree") as caught:
         build(bundle, variant="fp16", verify=True)
     assert caught.value.exit_code == 3

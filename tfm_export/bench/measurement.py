@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from tfm_export.bench.result import BenchResult, Cell, Loading, split_draft
 from tfm_export.bundle import GOLDEN, Bundle
 from tfm_export.errors import BundleError, RequestError
 from tfm_export.precision import PRECISIONS
+from tfm_export.progress import Progress
 from tfm_export.runtime.backends import backend_choices
 from tfm_export.runtime.threads import usable_cpus
 from tfm_export.verify import read_golden
@@ -77,7 +78,7 @@ class _Worker(MeasuredProcess):
         super().__init__(variant, command, pause=SECONDS_TO_CALM_DOWN)
 
 
-def bench_bundle(bundle: Bundle, options: BenchOptions, progress: Callable[[str], None]) -> BenchResult:
+def bench_bundle(bundle: Bundle, options: BenchOptions, progress: Progress) -> BenchResult:
     """Measure a bundle on this machine.
 
     Args:

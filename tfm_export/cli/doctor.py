@@ -48,7 +48,7 @@ def command(context: click.Context, bundle: Path | None, as_json: bool) -> None:
 
 
 def examine(bundle: Path | None) -> Findings:
-    """What every probe finds, by name; see `tfm_export.runtime.probes`.
+    """What every probe of `tfm_export.runtime.probes` finds, by name.
 
     Args:
         bundle: what to look for ways to run of; None for none.

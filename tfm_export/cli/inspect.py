@@ -11,7 +11,7 @@ import click
 from tfm_export.bundle import DEFAULT_PATH, MANIFEST, Bundle, Manifest
 from tfm_export.cli.checkpoint_adapter import adapter_option
 from tfm_export.cli.checkpoint_options import checkpoint_options, given_settings
-from tfm_export.cli.checkpoint_report import inspect_checkpoint
+from tfm_export.cli.checkpoint_report import print_checkpoint
 from tfm_export.cli.options import json_option
 from tfm_export.cli.reports import print_files, size_text, table
 from tfm_export.engines import ENCODER_PLAN, ENGINES, FLAVORS, plan_file, read_engine
@@ -41,7 +41,7 @@ def command(path: Path, as_json: bool, config: Path | None, adapter: str | None,
         or path.is_file()
         or (path.is_dir() and not (path / MANIFEST).exists() and (path / "config.json").exists())
     ):
-        inspect_checkpoint(path, given_settings(config, options), adapter=adapter, as_json=as_json)
+        print_checkpoint(path, given_settings(config, options), adapter=adapter, as_json=as_json)
         return
     if given := [name for name, value in {"config": config, **options}.items() if value is not None]:
         names = ", ".join("--" + name.replace("_", "-") for name in given)

@@ -45,7 +45,7 @@ class QuantizeReport:
         target: "cpu" or "tensorrt".
         int8_encoder: the encoder is that of int8.
         method: how activations were calibrated; None where nothing is.
-        calibrated_on: how many traces of real inputs were used.
+        calibrated_on: how many samples of real inputs were used.
         layers: how many there are.
         quantized: those in the new numbers.
         kept: what stays in fp32, and why.

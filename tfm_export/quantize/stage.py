@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tfm_export.bundle import Bundle, Manifest, write_text
 from tfm_export.errors import NumericError, ParityError, RequestError
 from tfm_export.precision import PRECISIONS
-from tfm_export.quantize.calibration import Observation, Trace, observe, thresholds
-from tfm_export.quantize.evidence import Evidence, gather_evidence, padded_traces
+from tfm_export.progress import Progress
+from tfm_export.quantize.calibration import CalibrationSample, Observation, observe, thresholds
+from tfm_export.quantize.evidence import Evidence, gather_evidence, padded_samples
 from tfm_export.quantize.fusion import check_fused, fused_operators
 from tfm_export.quantize.options import QuantizeOptions, check_precision, skipped_layers
 from tfm_export.quantize.report import MetricComparison, QuantizeReport
@@ -30,8 +31,6 @@ from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.runtime.cpu.processor import cpu_features
 from tfm_export.staging import check_part, new_part
 from tfm_export.verify import GenerationComparison, compare_generations, cpu_model
-
-Progress = Callable[[str], None]
 
 # By what the example loses: floats of 8 bits have range to spare, and lose by clipping.
 DEFAULT_METHODS = {"int8": "percentile", "fp8": "max"}
@@ -135,9 +134,9 @@ class _Work:
 
     def recipe(self, evidence: Evidence) -> Recipe:
         """How to begin: with everything quantised that the options do not skip."""
-        observations = self._observe(evidence.traces)
+        observations = self._observe(evidence.samples)
         # Padding is computed too, though nobody looks at it: an overflow there is an infinity times a weight of zero.
-        padded = self._observe(padded_traces(evidence.traces, self.bundle.manifest))
+        padded = self._observe(padded_samples(evidence.samples, self.bundle.manifest))
         recipe = Recipe(
             precision=self.precision,
             skip=self.skip,
@@ -157,8 +156,8 @@ class _Work:
         """How activations are calibrated; None where they are not."""
         return None if self.static is None else self.options.method or DEFAULT_METHODS[self.static]
 
-    def _observe(self, traces: Sequence[Trace]) -> dict[str, Observation]:
-        return observe(self.bundle, traces, threads=self.options.threads, progress=self.progress)
+    def _observe(self, samples: Sequence[CalibrationSample]) -> dict[str, Observation]:
+        return observe(self.bundle, samples, threads=self.options.threads, progress=self.progress)
 
     def _reduced_range(self) -> bool:
         wanted = self.options.reduced_range
@@ -180,7 +179,7 @@ class _Work:
             if self.precision in FLOAT_TYPES:
                 raise ParityError(report.problems(), "another precision; --min-agreement and --max-loss set the limits")
             costs = costs or layer_costs(
-                self.bundle, first, evidence.traces, threads=self.options.threads, progress=self.progress
+                self.bundle, first, evidence.samples, threads=self.options.threads, progress=self.progress
             )
             keep = max(1, 2 * keep)
             if keep > LARGEST_SHARE_KEPT * len(self.layers):
@@ -196,7 +195,7 @@ class _Work:
             recipe = replace(first, skip=first.skip | set([*costs][:keep]))
         if not costs and self.precision not in FLOAT_TYPES and evidence.golden:
             costs = layer_costs(
-                self.bundle, first, evidence.traces, threads=self.options.threads, progress=self.progress
+                self.bundle, first, evidence.samples, threads=self.options.threads, progress=self.progress
             )
         fused = self._fused(folder, made, recipe)
         speeds = self._speeds(folder, evidence)
@@ -208,7 +207,7 @@ class _Work:
         return write_variant(self.fp32, folder, recipe)
 
     def _judged(self, report: QuantizeReport, folder: Path, evidence: Evidence) -> QuantizeReport:
-        """The report with what came of decoding with the variant; numbers that are not finite are bad quality."""
+        """The report with the variant's generations and metric; numbers that are not finite are bad quality."""
         try:
             generations, metric = self._judge(folder, evidence)
         except NumericError as problem:
@@ -258,7 +257,7 @@ class _Work:
             speeds = measure_speed(
                 fp32,
                 variant,
-                [trace.source_ids for trace in evidence.traces],
+                [sample.source_ids for sample in evidence.samples],
                 self.bundle.manifest.special_ids,
                 max_length=self.bundle.manifest.generation.max_length,
                 progress=self.progress,
@@ -292,7 +291,7 @@ class _Work:
             target=self.target,
             int8_encoder=int8_encoder,
             method=self.method,
-            calibrated_on=len(evidence.traces) if self.method or self.precision in FLOAT_TYPES else 0,
+            calibrated_on=len(evidence.samples) if self.method or self.precision in FLOAT_TYPES else 0,
             layers=len(self.layers),
             quantized=made.quantized,
             kept={**made.kept, **mended},

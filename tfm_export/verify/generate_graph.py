@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from tfm_export.bundle import GOLDEN, Bundle
 from tfm_export.decoding import DecodeOptions, Hypothesis, generate
 from tfm_export.graph import DECODER_STEP, GENERATE, generate_inputs, generate_outputs
 from tfm_export.precision import PRECISIONS
+from tfm_export.progress import Progress
 from tfm_export.runtime.cpu.onnx_runtime import OnnxModel, load_session
 from tfm_export.runtime.cpu.saturation import one_session_has_both
 from tfm_export.runtime.threads import threads_to_use
@@ -91,7 +92,7 @@ def compare_generate_graph(
     *,
     path: Path | None = None,
     threads: int | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> list[GenerationComparison]:
     """Decode the golden inputs with generate.onnx one by one, in batches and in padded batches.
 

@@ -16,6 +16,7 @@ from tfm_export.bundle import Bundle, SpecialIds
 from tfm_export.decoding import DecodeOptions, Hypothesis, generate
 from tfm_export.errors import BundleError
 from tfm_export.precision import Precision
+from tfm_export.progress import Progress
 from tfm_export.runtime.step_model import Ids, Mask, Sentences, StepModel, WrappedModel
 from tfm_export.verify.report import Divergence, GenerationComparison
 
@@ -117,7 +118,7 @@ def compare_generations(
     special: SpecialIds,
     facts: dict[str, Any],
     precision: Precision,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> list[GenerationComparison]:
     """Decode golden inputs one by one, in batches and in padded batches, and hold every token to PyTorch's.
 
@@ -178,18 +179,18 @@ def compare_search(
     decode: Decode,
     facts: dict[str, Any],
     precision: Precision,
-    progress: Callable[[str], None],
+    progress: Progress,
     difference: Difference = _greedy_difference,
 ) -> list[GenerationComparison]:
-    """The same for one way of decoding.
+    """Hold one way of decoding to what PyTorch gave.
 
     Args:
         search: its name.
         golden: the inputs.
         decode: decodes them.
-        facts: see `compare_generations`.
-        precision: likewise.
-        progress: likewise.
+        facts: how they were decoded, as the manifest tells it.
+        precision: how much must agree.
+        progress: told what begins.
         difference: finds what is different about a hypothesis.
     """
     margin = tie_margin(facts)

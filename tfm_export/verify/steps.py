@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tfm_export import graph
 from tfm_export.bundle import Limits
 from tfm_export.precision import FLOAT32_EPSILON, FLOAT64_EPSILON, TIMES_ROUNDING, TRIALS
+from tfm_export.progress import Progress
 from tfm_export.runtime.step_model import LARGEST_STEP, Floats, Ids, Mask, StepOutput
 from tfm_export.verify.float64 import Float64Model, Moves
 from tfm_export.verify.golden import Golden
@@ -236,7 +237,7 @@ def compare_steps(
     *,
     model: SteppedModel | None = None,
     reference: TracedReference | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> StepsComparison:
     """Run every case step by step.
 

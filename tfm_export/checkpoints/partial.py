@@ -12,6 +12,7 @@ from torch import Tensor
 
 from reference_model import TransformerConfig
 from tfm_export.bundle import GenerationDefaults, SpecialIds
+from tfm_export.checkpoints.adapter import AdapterConfig
 from tfm_export.checkpoints.key_map import KeyMap, refuse
 from tfm_export.checkpoints.settings import SETTINGS, how_to_say
 from tfm_export.checkpoints.source_model import SourceModel
@@ -34,7 +35,7 @@ class Fact:
 
 
 @dataclass
-class Draft:
+class PartialCheckpoint:
     """A model on its way from a file to a `SourceModel`.
 
     Attributes:
@@ -50,6 +51,7 @@ class Draft:
         tokenizer: the files of the bundle's tokenizer folder.
         dictionary: the form of the format's dictionaries: "fairseq", "marian" or "lines".
         files: those of a folder, by name.
+        hint: what to try where something does not fit.
         training: what the checkpoint says about its making.
     """
 
@@ -66,6 +68,7 @@ class Draft:
     training: dict[str, Any] = field(default_factory=dict)
     dictionary: str = "lines"
     files: Mapping[str, Path] = field(default_factory=dict)
+    hint: str = "docs/checkpoints.md tells what is supported, and how to say more"
 
     def infer(self, name: str, value: Any, origin: str) -> Any:
         """A fact that the weights themselves tell: a setting that says otherwise is a problem."""
@@ -127,27 +130,14 @@ class Draft:
                 self._given(name)
         if self.keys.malformed:  # other shapes cannot be judged
             return [*self.problems, *self.keys.problems, *self.keys.malformed.values()]
-        if self.missing:
-            return [*self.problems, *self.keys.problems]
-        config = self.config()
+        config = None if self.missing else self.config()
         if config is None:
             return [*self.problems, *self.keys.problems]
-        return [*self.problems, *self.keys.fitting_problems(config), *self._id_problems(config)]
+        values = {**self._known(*SPECIAL_IDS, *DECODING), **self.options}
+        return [*self.problems, *self.keys.fitting_problems(config), *value_problems(config, values)]
 
-    def _id_problems(self, config: TransformerConfig) -> list[str]:
-        sizes = {"source": config.source_vocabulary_size, "target": config.target_vocabulary_size}
-        places = {"pad": ("source",), "bos": ("target",), "eos": ("target",), "unk": ("source", "target")}
-        if self.value("source_starts_with_bos"):
-            places["bos"] = ("source", "target")
-        if self.value("source_ends_with_eos"):
-            places["eos"] = ("source", "target")
-        return [
-            f"{name} id {value} is outside the {side} vocabulary of {sizes[side]}"
-            for name, sides in places.items()
-            if (value := self.value(name)) is not None
-            for side in sides
-            if not 0 <= value < sizes[side]
-        ]
+    def _known(self, *names: str) -> dict[str, Any]:
+        return {name: self.facts[name].value for name in names if name in self.facts}
 
     def finish(self) -> SourceModel:
         """The model.
@@ -166,9 +156,7 @@ class Draft:
             )
         config = self.config()
         if problems or config is None:
-            raise refuse(self.path, problems, "docs/checkpoints.md tells what is supported, and how to say more")
-        longest = config.max_target_length
-        special, generation = self._special_ids(), self._generation(longest)
+            raise refuse(self.path, problems, self.hint)
         tokenizer = given_vocabulary(self.path, self.settings, config, self.dictionary) or self.tokenizer
         if self.files and not tokenizer:
             tokenizer, said = folder_tokenizer(self.files, config)
@@ -176,31 +164,42 @@ class Draft:
         return SourceModel(
             path=self.path,
             model=self.keys.build(config),
-            special_ids=special,
-            generation=generation,
+            special_ids=SpecialIds(**{"source_ends_with_eos": False, **self._known(*SPECIAL_IDS)}),
+            generation=GenerationDefaults(
+                max_length=min(config.max_target_length, self.value("generation_length", config.max_target_length)),
+                options=self.options,
+                **self._known(*DECODING),
+            ),
             tokenizer=tokenizer,
             settings=dict(self.settings),
             training=self.training,
             notes=[*self.notes, *self.keys.notes()],
         )
 
-    def _special_ids(self) -> SpecialIds:
-        values = {name: self.value(name) for name in SPECIAL_IDS if name in self.facts}
-        return SpecialIds(**{"source_ends_with_eos": False, **values})
-
-    def _generation(self, longest: int) -> GenerationDefaults:
-        values = {name: self.facts[name].value for name in DECODING if name in self.facts}
-        try:
-            DecodeOptions(**values, **self.options)
-        except RequestError as error:
-            raise refuse(self.path, error.problems, "other decoding defaults in the settings") from error
-        most = min(longest, self.value("generation_length", longest))
-        return GenerationDefaults(max_length=most, options=self.options, **values)
-
     def question(self, name: str) -> str:
         """What is asked for, with what is known of it."""
         known = self.missing[name]
         return f"{name}: {SETTINGS[name].question}" + (f" ({known})" if known else "")
+
+
+def value_problems(config: TransformerConfig | AdapterConfig, known: Mapping[str, Any]) -> list[str]:
+    """What keeps special ids and decoding options from being those of a model; both may lack what is not known."""
+    sizes = {"source": config.source_vocabulary_size, "target": config.target_vocabulary_size}
+    places = {"pad": ("source",), "bos": ("target",), "eos": ("target",), "unk": ("source", "target")}
+    for name, setting in {"bos": "source_starts_with_bos", "eos": "source_ends_with_eos"}.items():
+        if known.get(setting):
+            places[name] = ("source", "target")
+    problems = [
+        f"{name} id {known[name]} is outside the {side} vocabulary of {sizes[side]}"
+        for name, sides in places.items()
+        for side in sides
+        if known.get(name) is not None and not 0 <= known[name] < sizes[side]
+    ]
+    try:
+        DecodeOptions(**{name: value for name, value in known.items() if name not in SPECIAL_IDS})
+    except RequestError as error:
+        problems += error.problems
+    return problems
 
 
 def find_prefix(names: Iterable[str], signature: str) -> str | None:

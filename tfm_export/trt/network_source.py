@@ -23,28 +23,28 @@ from tfm_export.passes.static_quantization import quantize_static
 from tfm_export.passes.tensorrt_form import tensorrt_form
 from tfm_export.passes.weight_only import quantize_weights
 from tfm_export.trt.options import Compute
-from tfm_export.trt.profiles import EngineLimits, Profile, check_profiles
+from tfm_export.trt.profiles import EngineLimits, OptimizationProfile, check_profiles
 from tfm_export.trt.refusals import check_graph
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    """A graph to be compiled.
+class NetworkSource:
+    """The ONNX graph that one of TensorRT's networks is parsed from, and what its plan must be.
 
     Attributes:
         plan: the name of the plan that it becomes.
         precision: whose numbers it has: the variant's, or int8 for an encoder of w8 or w4 that was made so.
         model: the graph; the capacity is a number.
         profiles: of the plan.
-        inputs: as the graph's table says, with the sizes of this engine.
-        outputs: likewise.
+        inputs: names, types and shapes, with the sizes of this engine.
+        outputs: names, types and shapes, with the sizes of this engine.
         kept: what is computed in float32 because the engine's other type cannot hold it, and why.
     """
 
     plan: str
     precision: str
     model: ir.Model
-    profiles: Sequence[Profile]
+    profiles: Sequence[OptimizationProfile]
     inputs: Sequence[TensorSpec]
     outputs: Sequence[TensorSpec]
     kept: Mapping[str, str] = field(default_factory=dict)
@@ -67,7 +67,7 @@ def engine_head_size(dimensions: Dimensions, compute: Compute) -> int:
 
 def derive_sources(
     bundle: Bundle, variant: str, compute: Compute, limits: EngineLimits, capacities: Sequence[int]
-) -> list[Source]:
+) -> list[NetworkSource]:
     """Derive the graphs of an engine: the encoder's, and the decoder step's for each capacity.
 
     Args:
@@ -88,7 +88,7 @@ def derive_sources(
     dimensions = bundle.manifest.dimensions
     wide = Dimensions(**{**vars(dimensions), "head_size": engine_head_size(dimensions, compute)})
     model, kept = _derive(bundle, graph.ENCODER, variant, compute, ranges)
-    encoder = Source(
+    encoder = NetworkSource(
         plan=ENCODER_PLAN,
         precision="int8" if bundle.manifest.variants.get(variant, {}).get("int8_encoder") else variant,
         model=model,
@@ -99,7 +99,7 @@ def derive_sources(
     )
     step, kept = _derive(bundle, graph.DECODER_STEP, variant, compute, ranges)
     steps = (
-        Source(
+        NetworkSource(
             plan=step_plan(capacity),
             precision=variant,
             model=_with_capacity(step, capacity),
@@ -117,7 +117,7 @@ def derive_sources(
     return sources
 
 
-def write_sources(sources: Sequence[Source], folder: Path) -> None:
+def write_sources(sources: Sequence[NetworkSource], folder: Path) -> None:
     """Write graphs beside one file of weights that they share.
 
     Args:
