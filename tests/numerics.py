@@ -1,10 +1,10 @@
 """How far a right result may be from another: what rounding explains of the difference, and nothing absolute.
 
 The yardstick of `tfm_export.verify`, for tests. A result in float32 is held to the same computation in float64. How far
-it may be away is measured there: the computation is run once more with every operation's result moved at random by what
-rounding can move it, a sum of products by epsilon times the sum of their magnitudes |x| |w|, anything else by epsilon of
-what it reads and gives. An error may be `TIMES_ROUNDING` times what that changes. So a limit grows with the numbers and
-the condition of what is computed, and does not hang on the order in which a processor or a library adds up.
+it may be away is measured there: it is run once more with every operation's result moved at random by what rounding can
+move it, a sum of products by epsilon times the sum of their magnitudes |x| |w|, anything else by epsilon of what it
+reads and gives. An error may be `TIMES_ROUNDING` times what that changes. So a limit grows with the numbers and the condition
+of what is computed, and does not hang on the order in which a processor or a library adds up.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,22 +26,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tfm_export.bundle import Manifest
-from tfm_export.precision import FLOAT32_EPSILON, FLOAT64_EPSILON, TIMES_ROUNDING
+from tfm_export.precision import FLOAT32_EPSILON, TIMES_ROUNDING
 from tfm_export.verify.float64 import Float64Graph, Moves
 from tfm_export.verify.golden import tie_margin
 
-__all__ = [
-    "FLOAT32_EPSILON",
-    "FLOAT64_EPSILON",
-    "Exact",
-    "assert_close",
-    "exact_graph",
-    "exactly",
-    "log_prob_limit",
-    "near",
-    "score_limit",
-]
-
+# The distance from 1 to the next number in types of 16 bits.
+FLOAT16_EPSILON, BFLOAT16_EPSILON = 2.0**-10, 2.0**-7
 # Known numbers go through a handful of operations, each off by epsilon times what it adds up; libraries' exponentials
 # and logarithms are off by up to four units in the last place.
 FEW_OPERATIONS = 8
@@ -85,7 +75,8 @@ def assert_close(found: Any, exact: Exact, *, epsilon: float = FLOAT32_EPSILON, 
     array = np.asarray(found.detach() if isinstance(found, Tensor) else found, np.float64)
     assert array.shape == exact.value.shape
     error, limit = _largest(array - exact.value), times * exact.limit(epsilon)
-    assert error <= limit, f"off by {error:.2e}; rounding explains {limit / times / TIMES_ROUNDING:.2e}, limit {limit:.2e}"
+    explained = limit / times / TIMES_ROUNDING
+    assert error <= limit, f"off by {error:.2e}; rounding explains {explained:.2e}, the limit is {limit:.2e}"
 
 
 # Of PyTorch.
@@ -100,14 +91,24 @@ def exactly(compute: Callable[..., Tensor], *parts: Any) -> Exact:
     """
     with torch.inference_mode(mode=False), torch.no_grad(), _unfused():
         parts = tuple(_in_float64(part) for part in parts)
-        with _Watch() as watch:
-            value = compute(*parts).double()
-        rounding = 0.0
-        for seed in range(-(-LEAST_RESULTS // max(value.numel(), 1))):
-            with MonteCarlo(seed=seed):
-                moved = compute(*parts).double()
-            rounding = max(rounding, _largest((moved - value).numpy()))
-    return Exact(value.numpy().copy(), rounding, watch.found)
+        (exact,) = exact_arrays(lambda: [compute(*parts).double().numpy()])
+    return exact
+
+
+def exact_arrays(compute: Callable[[], Sequence[NDArray[Any]]]) -> list[Exact]:
+    """The same for a computation whose models are in float64 already, such as a search with a `TorchModel`.
+
+    Args:
+        compute: gives the same arrays each time but for rounding.
+    """
+    with _Watch() as watch:
+        values = [np.array(array, np.float64) for array in compute()]
+    rounding = [0.0] * len(values)
+    for seed in range(-(-LEAST_RESULTS // max(min(value.size for value in values), 1))):
+        with MonteCarlo(seed=seed):
+            moved = compute()
+        rounding = [max(r, _largest(m - v)) for r, m, v in zip(rounding, moved, values, strict=True)]
+    return [Exact(value, r, watch.found) for value, r in zip(values, rounding, strict=True)]
 
 
 @functools.cache
@@ -147,8 +148,9 @@ class MonteCarlo(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         with self:
             parts = func.decompose(*args, **kwargs)
-        if parts is not NotImplemented:
-            return parts
+        return self._rounded(func, args, kwargs) if parts is NotImplemented else parts
+
+    def _rounded(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func.overloadpacket.__name__
         if func.is_view or name.rstrip("_") in EXACT or name.startswith("new_"):
             return func(*args, **kwargs)
@@ -180,7 +182,7 @@ class MonteCarlo(TorchDispatchMode):  # type: ignore[no-untyped-call]
         pairs = zip(_tensors(found), _tensors(found if sizes is None else sizes), strict=True)
         for tensor, size in pairs:
             if _is_exact(tensor):
-                tensor += self._epsilon * self._uniform(tensor) * torch.where(size.isfinite(), size.abs(), 0)
+                tensor.add_(self._epsilon * self._uniform(tensor) * torch.where(size.isfinite(), size.abs(), 0))
         return found
 
     def _uniform(self, tensor: Tensor) -> Tensor:
@@ -248,15 +250,16 @@ def _magnitude(tensor: Any) -> Any:
 # Of ONNX graphs.
 
 
-def exact_graph(path: Path, feeds: Mapping[str, NDArray[Any]]) -> dict[str, Exact]:
-    """The outputs of a graph in float64, and what rounding explains.
+def exact_graph(path: Path, feeds: Mapping[str, NDArray[Any]], names: Sequence[str]) -> list[Exact]:
+    """Outputs of a graph in float64, and what rounding explains.
 
     Args:
         path: of the graph.
         feeds: its inputs.
+        names: of the outputs.
     """
     exact, moved = (Float64Graph(path, moves).run(feeds) for moves in (Moves(), Moves(results=FLOAT32_EPSILON)))
-    return {name: Exact(value, _largest(moved[name] - value)) for name, value in exact.items()}
+    return [Exact(exact[name], _largest(moved[name] - exact[name])) for name in names]
 
 
 def bundle_log_prob_limit(manifest: Manifest) -> float:
