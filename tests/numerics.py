@@ -3,8 +3,8 @@
 The yardstick of `tfm_export.verify`, for tests. A result in float32 is held to the same computation in float64. How far
 it may be away is measured there: it is run once more with every operation's result moved at random by what rounding can
 move it, a sum of products by epsilon times the sum of their magnitudes |x| |w|, anything else by epsilon of what it
-reads and gives. An error may be `TIMES_ROUNDING` times what that changes. So a limit grows with the numbers and the condition
-of what is computed, and does not hang on the order in which a processor or a library adds up.
+reads and gives. An error may be `TIMES_ROUNDING` times what that changes. So a limit grows with the numbers and the
+condition of what is computed, and does not hang on the order in which a processor or a library adds up.
 """
 
 from __future__ import annotations
@@ -26,9 +26,26 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tfm_export.bundle import Manifest
-from tfm_export.precision import FLOAT32_EPSILON, TIMES_ROUNDING
+from tfm_export.precision import FLOAT32_EPSILON, FLOAT64_EPSILON, TIMES_ROUNDING
 from tfm_export.verify.float64 import Float64Graph, Moves
 from tfm_export.verify.golden import tie_margin
+
+__all__ = [
+    "BFLOAT16_EPSILON",
+    "FLOAT16_EPSILON",
+    "FLOAT32_EPSILON",
+    "FLOAT64_EPSILON",
+    "Exact",
+    "MonteCarlo",
+    "assert_close",
+    "bundle_log_prob_limit",
+    "exact_arrays",
+    "exact_graph",
+    "exactly",
+    "log_prob_limit",
+    "near",
+    "score_limit",
+]
 
 # The distance from 1 to the next number in types of 16 bits.
 FLOAT16_EPSILON, BFLOAT16_EPSILON = 2.0**-10, 2.0**-7

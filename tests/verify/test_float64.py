@@ -129,7 +129,9 @@ def test_a_graph_that_is_broken_in_one_place_fails(
     exported = export_configuration(configuration)
     change, file, _ = MUTANTS[mutant]
     broken = write_graphs(
-        exported.folder, tmp_path / "broken", lambda model: change(model) if model.graph.name == Path(file).stem else None
+        exported.folder,
+        tmp_path / "broken",
+        lambda model: change(model) if model.graph.name == Path(file).stem else None,
     )
     assert (broken / file).read_bytes() != (exported.folder / file).read_bytes()
     comparison = compare(exported, folder=broken, reference=exported.model)
