@@ -25,6 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from reference_model import Transformer
 from tfm_export.bundle import Manifest
 from tfm_export.precision import FLOAT32_EPSILON, FLOAT64_EPSILON, TIMES_ROUNDING
 from tfm_export.verify.float64 import Float64Graph, Moves
@@ -38,6 +39,7 @@ __all__ = [
     "Exact",
     "MonteCarlo",
     "assert_close",
+    "attention_limit",
     "bundle_log_prob_limit",
     "exact_arrays",
     "exact_graph",
@@ -136,14 +138,38 @@ def log_prob_limit(model: nn.Module, longest: int = 50) -> float:
         model: a reference model or an adapter; called with source_ids, source_mask and target_ids.
         longest: sequences, as far as the model takes them.
     """
+    inputs = _random_ids(model, longest)
+    return exactly(lambda m: m(*inputs).log_softmax(-1), model).limit()
+
+
+@functools.cache
+def attention_limit(model: Transformer, layer: int, longest: int = 50) -> float:
+    """The same for the weights of a layer's cross-attention, the mean over its heads.
+
+    Args:
+        model: a reference model.
+        layer: of the decoder, from 0.
+        longest: sequences, as far as the model takes them.
+    """
+    source_ids, mask, target_ids = _random_ids(model, longest)
+
+    def compute(model: Transformer) -> Tensor:
+        weights: list[Tensor] = []
+        model.decode(target_ids, model.encode(source_ids, mask), mask, cross_attention=weights)
+        return weights[layer].mean(1)
+
+    return exactly(compute, model).limit()
+
+
+def _random_ids(model: nn.Module, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """source_ids, source_mask and target_ids of four sentences."""
     config: Any = model.config
     generator = torch.Generator().manual_seed(0)
     length = min(longest, config.max_length)
     mask = torch.arange(length) < torch.tensor([length, -(-length // 2), 5, 2])[:, None]
     source_ids = torch.randint(0, config.source_vocabulary_size, mask.shape, generator=generator)
     targets = 4, min(longest, config.max_target_length)
-    target_ids = torch.randint(0, config.target_vocabulary_size, targets, generator=generator)
-    return exactly(lambda m: m(source_ids, mask, target_ids).log_softmax(-1), model).limit()
+    return source_ids, mask, torch.randint(0, config.target_vocabulary_size, targets, generator=generator)
 
 
 class MonteCarlo(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -310,7 +336,8 @@ def near(expected: Any, *, made_of: ArrayLike | None = None, epsilon: float = FL
         made_of: the numbers that a result adds up, where they are larger than it; their magnitudes are added.
         epsilon: of the float type of the computation.
     """
-    size = np.abs(expected).max(initial=0.0) if made_of is None else np.abs(made_of).sum()
+    sizes = np.abs(np.asarray(expected if made_of is None else made_of, np.float64))
+    size = np.where(np.isfinite(sizes), sizes, 0).max(initial=0.0) if made_of is None else sizes.sum()
     return pytest.approx(expected, rel=0, abs=FEW_OPERATIONS * epsilon * float(size))
 
 

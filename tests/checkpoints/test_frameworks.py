@@ -356,7 +356,7 @@ def test_marian_checkpoints_score_as_ctranslate2_does(
 
 
 def as_ctranslate2_has_it(model: Transformer) -> Transformer:
-    """It scales embeddings whatever the positions are, and adds 1e-5 to variances: Marian for sinusoids alone, and 1e-6."""
+    """It scales embeddings whatever the positions are, and adds 1e-5 to variances; Marian does not, and adds 1e-6."""
     model.config = replace(model.config, scale_embeddings=True)
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
