@@ -40,9 +40,8 @@ def test_the_weights_are_pytorchs_and_the_rest_is_the_fast_graphs(export_configu
     }
     *slow, weights = sessions[graph.DECODER_STEP_ATTENTION].run(None, feeds)
     fast = sessions[graph.DECODER_STEP].run(None, feeds)
-    for name, a, b, exact in zip(
-        found, slow, fast, exact_graph(exported.folder / graph.DECODER_STEP, feeds, found[:-1])
-    ):
+    expected = exact_graph(exported.folder / graph.DECODER_STEP, feeds, found[:-1])
+    for name, a, b, exact in zip(found[:-1], slow, fast, expected, strict=True):
         if name == "top_ids":
             np.testing.assert_array_equal(a, b)
         else:
@@ -50,11 +49,11 @@ def test_the_weights_are_pytorchs_and_the_rest_is_the_fast_graphs(export_configu
             assert_close(b, exact)
 
     def pytorchs(model: Transformer) -> torch.Tensor:
-        expected: list[torch.Tensor] = []
+        weights: list[torch.Tensor] = []
         mask = torch.from_numpy(source_mask)
         memory = model.encode(torch.from_numpy(source_ids), mask)
-        model.decode(torch.from_numpy(target_ids), memory, mask, cross_attention=expected)
-        return expected[1].mean(1)
+        model.decode(torch.from_numpy(target_ids), memory, mask, cross_attention=weights)
+        return weights[1].mean(1)
 
     assert_close(weights, exactly(pytorchs, exported.model))
     assert (weights[~np.broadcast_to(source_mask[:, None], weights.shape)] == 0).all()

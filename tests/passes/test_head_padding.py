@@ -54,7 +54,7 @@ def random_inputs(sizes: Dimensions) -> dict[str, Arrays]:
     return {graph.ENCODER: {"source_ids": ids, "source_mask": source_mask}, graph.DECODER_STEP: step}
 
 
-def assert_near_graph(name: str, found: NDArray[Any], expected: NDArray[Any], exact: Exact) -> None:
+def assert_near_graph(name: str, found: np.ndarray, expected: np.ndarray, exact: Exact) -> None:
     """Outputs of two graphs that compute the same, maybe in another order."""
     if name == "top_ids":  # of tokens as good as each other, either
         assert found.shape == expected.shape

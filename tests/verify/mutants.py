@@ -118,7 +118,7 @@ def a_cache_is_written_one_slot_further(model: ir.Model) -> None:
 
 def a_matrix_is_in_float16(model: ir.Model) -> None:
     """One of the last layer's."""
-    name = next(name for name in reversed(model.graph.initializers) if name.endswith("contract.weight"))
+    name = next(name for name in reversed([*model.graph.initializers]) if name.endswith("contract.weight"))
     alter(model, name, lambda weight: weight.astype(np.float16).astype(np.float32))
 
 

@@ -253,7 +253,8 @@ def one_operator(path: Path, operator: str, arrays: dict[str, Array], **attribut
     return path
 
 
-X, WEIGHT, BIAS = torch.randn(3, 5, 8).double(), torch.randn(8).double(), torch.randn(8).double()
+RANDOM = torch.Generator().manual_seed(0)
+X, WEIGHT, BIAS = (torch.randn(size, generator=RANDOM, dtype=torch.double) for size in ((3, 5, 8), (8,), (8,)))
 OPERATORS: dict[str, tuple[dict[str, Any], tuple[torch.Tensor, ...], Callable[..., torch.Tensor]]] = {
     "Erf": ({}, (X,), torch.erf),
     "Gelu": ({}, (X,), nn.functional.gelu),
