@@ -120,7 +120,7 @@ def test_a_layer_multiplies_what_pytorch_rounds(
     for optimise in (True, False):
         # Sums of integers are exact, what follows is float32.
         found = run(model, x, optimise=optimise)
-        assert found == near(expected, made_of=[np.abs(product).max(), np.abs(bias).max()])
+        assert found == near(expected, made_of=[product.abs().max().item(), np.abs(bias).max()])
 
 
 @pytest.mark.parametrize("transposed", [False, True])
