@@ -24,7 +24,7 @@ from tfm_export.errors import RequestError
 from tfm_export.generate_graph import add_generate_graph
 from tfm_export.runtime import onnx_sessions, probes
 from tfm_export.runtime.backends import open_backend
-from tfm_export.runtime.cpu import saturation
+from tfm_export.runtime.cpu import onnx_runtime, saturation
 from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.runtime.cpu.processor import CpuFeatures, cpu_features
 from tfm_export.runtime.cpu.saturation import generate_graph_problem, needs_wide_sums, saturation_note
