@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from tfm_export.bundle import SpecialIds
-from tfm_export.decoding.result import are_ids
+from tfm_export.decoding.request import are_ids
 from tfm_export.errors import RequestError
 
 if TYPE_CHECKING:
@@ -196,6 +196,11 @@ class DecodeOptions:
         if self.end_token is None:
             return (special.eos,)
         return (self.end_token,) if isinstance(self.end_token, int) else tuple(self.end_token)
+
+    def begin(self, own_prefix: Sequence[int] | None) -> tuple[int, ...]:
+        """What a target begins with, or is drawn to: forced_bos, and a request's own prefix if it has one, or this."""
+        first = () if self.forced_bos is None else (self.forced_bos,)
+        return (*first, *(self.target_prefix if own_prefix is None else own_prefix))
 
     def divisor(self, length: int, prefix: int) -> float:
         """What the score of a hypothesis of `length` tokens is divided by, of which `prefix` were forced."""
