@@ -122,8 +122,8 @@ def test_all_that_is_wrong_is_told_before_anything_runs(model: Model, monkeypatc
     ("ids", "message"),
     [
         ([], "the source is empty"),
-        ([4, 31], "ids must be from 0 to 30, found 31"),
-        ([-1], "ids must be from 0 to 30, found -1"),
+        ([4, 31], "the source has ids that the vocabulary of 31 lacks: 31"),
+        ([-1], "the source has ids that the vocabulary of 31 lacks: -1"),
         ([4, 4.5, "a"], "ids must be integers, found 4.5, 'a'"),
         (4, "ids must be integers, one for each token, found 4"),
     ],

@@ -15,8 +15,8 @@ from tfm_export.decoding.batch import Batch
 from tfm_export.decoding.request import RequestState
 from tfm_export.decoding.result import Hypothesis, Reason
 from tfm_export.decoding.scores import Doubles
-from tfm_export.decoding.search import Ended, SearchContext
-from tfm_export.decoding.top_tokens import Scores, TopTokens
+from tfm_export.decoding.search import Ended, Search, SearchContext
+from tfm_export.decoding.top_tokens import Scores
 from tfm_export.runtime.step_model import Ids, StepOutput
 
 
@@ -44,7 +44,7 @@ def extensions(scores: Doubles, values: Scores, ids: Ids, count: int) -> tuple[D
     return found, order // most, tokens, gained
 
 
-class Beam:
+class Beam(Search):
     """Keeps the K best hypotheses of every sentence.
 
     Args:
@@ -52,14 +52,10 @@ class Beam:
     """
 
     def __init__(self, context: SearchContext) -> None:
-        self._context, self._options, self._width = context, context.options, context.options.beam_size
+        self._width = context.options.beam_size
         # So many that K of them have not ended, even if every hypothesis offers every end token.
         self._count = (1 + len(context.end_ids)) * self._width
-        self._top = TopTokens(context.editor, self._count, context.offered, context.vocabulary)
-
-    def plan(self, batch: Batch) -> bool:
-        """Note what the next step's scores need; True if it must fetch log_probs."""
-        return self._top.plan(self._context.edits(batch)) or self._options.return_logits_vocab
+        super().__init__(context, self._count)
 
     def run_ahead(self, batch: Batch, interrupted: Callable[[], bool]) -> tuple[int, Ended] | None:
         """Take several steps in one go, until one at which a hypothesis may come to an end.

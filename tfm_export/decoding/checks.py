@@ -27,15 +27,25 @@ def longest_target(model: StepModel, options: DecodeOptions) -> int:
     return options.max_decoding_length or _most(model, options)
 
 
-def check_options(model: StepModel, options: DecodeOptions, special: SpecialIds) -> None:
+def check_options(model: StepModel, options: DecodeOptions, special: SpecialIds, *, offered: bool = False) -> None:
     """Refuse options that a model cannot serve.
+
+    Args:
+        model: what is to decode.
+        options: how.
+        special: the model's ids that are not text.
+        offered: there is, or will be, another model for options that need attention.
 
     Raises:
         RequestError: naming all that is wrong.
     """
-    if problems := list(_options_beyond_model(model, options, special)):
-        lacks_attention = options.needs_attention and not model.capabilities.gives_attention
-        raise RequestError(problems, NO_ATTENTION if lacks_attention else None)
+    attends = offered or model.capabilities.gives_attention
+    problems = [
+        f"{name} needs attention weights, which this model's decoder step does not give"
+        for name in ([] if attends else options.attention_options)
+    ]
+    if problems := [*problems, *_options_beyond_model(model, options, special)]:
+        raise RequestError(problems, NO_ATTENTION if options.needs_attention and not attends else None)
     if problem := _beyond_memory(model.dimensions, options.beam_size, longest_target(model, options)):
         raise RequestError(problem, "a smaller beam_size")
 
@@ -115,13 +125,10 @@ def _memory_bytes() -> float:
 
 def _options_beyond_model(model: StepModel, options: DecodeOptions, special: SpecialIds) -> Iterator[str]:
     size, limit = model.dimensions.target_vocabulary_size, _most(model, options)
-    if not model.capabilities.gives_attention:
-        for name in options.attention_options:
-            yield f"{name} needs attention weights, which this model's decoder step does not give"
     if options.max_decoding_length is not None and options.max_decoding_length > limit:
-        yield f"max_decoding_length is {options.max_decoding_length}, the model's targets have at most {limit} tokens"
+        yield f"max_decoding_length is {options.max_decoding_length}; the model's targets have at most {limit} tokens"
     if options.min_decoding_length > limit:
-        yield f"min_decoding_length is {options.min_decoding_length}, the model's targets have at most {limit} tokens"
+        yield f"min_decoding_length is {options.min_decoding_length}; the model's targets have at most {limit} tokens"
     if options.sampling_topk > size:
         yield f"sampling_topk is {options.sampling_topk}, the vocabulary has {size} tokens"
     named: dict[str, Sequence[int]] = {

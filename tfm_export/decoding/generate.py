@@ -66,6 +66,12 @@ def stream(
     Greedy search and sampling settle a token a step; a beam search settles what all its live and finished hypotheses
     begin with. Closing the iterator ends the search.
 
+    >>> from tfm_export.decoding import DecodeOptions, Request, stream
+    >>> request, special = Request(source=model.encode_text("hello").ids), model.bundle.manifest.special_ids
+    >>> *tokens, result = stream(model.step_model, request, DecodeOptions(), special)
+    >>> [token.token for token in tokens] == result.tokens
+    True
+
     Args:
         model: what runs the steps.
         request: the source, and what is its own among the options.

@@ -9,12 +9,12 @@ import numpy as np
 from tfm_export.decoding.batch import Batch
 from tfm_export.decoding.result import Hypothesis, Reason
 from tfm_export.decoding.sampling import sample
-from tfm_export.decoding.search import Ended, SearchContext
-from tfm_export.decoding.top_tokens import Scores, TopTokens
+from tfm_export.decoding.search import Ended, Search, SearchContext
+from tfm_export.decoding.top_tokens import Scores
 from tfm_export.runtime.step_model import Ids, StepOutput
 
 
-class Greedy:
+class Greedy(Search):
     """Appends the best token of every step, or one that is drawn.
 
     Args:
@@ -22,13 +22,8 @@ class Greedy:
     """
 
     def __init__(self, context: SearchContext) -> None:
-        self._context, self._options = context, context.options
-        wanted = 1 if not self._options.samples else self._options.sampling_topk or context.vocabulary
-        self._top = TopTokens(context.editor, wanted, context.offered, context.vocabulary)
-
-    def plan(self, batch: Batch) -> bool:
-        """Note what the next step's scores need; True if it must fetch log_probs."""
-        return self._top.plan(self._context.edits(batch)) or self._options.return_logits_vocab
+        o = context.options
+        super().__init__(context, 1 if not o.samples else o.sampling_topk or context.vocabulary)
 
     def run_ahead(self, batch: Batch, interrupted: Callable[[], bool]) -> tuple[int, Ended] | None:
         """Take several steps in one go until a row comes to its end; None where something is done between two steps."""

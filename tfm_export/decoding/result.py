@@ -24,7 +24,7 @@ class Reason(Enum):
 class Hypothesis:
     """One way to go on to the end.
 
-    >>> best = model.generate("hello", return_attention=False).hypotheses[0]
+    >>> best = model.generate("hello").hypotheses[0]
     >>> best.finished, len(best.tokens), len(best.log_probs)
     (True, 4, 5)
 

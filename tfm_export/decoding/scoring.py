@@ -28,6 +28,12 @@ def score(
     Several tokens are scored a step, under a causal mask; so few that a step's log_probs stay below
     `LARGEST_STEP` numbers, however long the targets are.
 
+    >>> from tfm_export.decoding import score
+    >>> source, special = model.encode_text("hello").ids, model.bundle.manifest.special_ids
+    >>> likely, unlikely = score(model.step_model, [source, source], [[18, 13, 23, 27], [18]], special)
+    >>> len(likely), sum(likely) > sum(unlikely)
+    (5, True)
+
     Args:
         model: what runs the steps.
         sources: ids of each, exactly as the encoder gets them.

@@ -5,9 +5,10 @@ A search keeps nothing of a row: hypotheses, masks and caches are the batch's, a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from tfm_export.decoding.options import DecodeOptions
 from tfm_export.decoding.request import RequestState
 from tfm_export.decoding.result import Hypothesis, Reason
 from tfm_export.decoding.scores import NO_EDIT, Edit, Editor
+from tfm_export.decoding.top_tokens import TopTokens
 from tfm_export.errors import RequestError
 from tfm_export.runtime.step_model import Ids, StepOutput
 
@@ -102,13 +104,23 @@ class SearchContext:
             )
 
 
-class Search(Protocol):
-    """A way to choose tokens."""
+class Search(ABC):
+    """A way to choose tokens.
+
+    Args:
+        context: what holds for every request.
+        wanted: how many of the best tokens after each hypothesis it looks at.
+    """
+
+    def __init__(self, context: SearchContext, wanted: int) -> None:
+        self._context, self._options = context, context.options
+        self._top = TopTokens(context.editor, wanted, context.offered, context.vocabulary)
 
     def plan(self, batch: Batch) -> bool:
         """Note what the next step's scores need; True if it must fetch log_probs."""
-        ...
+        return self._top.plan(self._context.edits(batch)) or self._options.return_logits_vocab
 
+    @abstractmethod
     def run_ahead(self, batch: Batch, interrupted: Callable[[], bool]) -> tuple[int, Ended] | None:
         """Take several steps in one go, as far as the backend and the options allow that.
 
@@ -120,16 +132,15 @@ class Search(Protocol):
             How many steps were taken, and the rows that came to their end, if any did; None if no step was taken, and
             the next one is for `plan` and `advance`.
         """
-        ...
 
+    @abstractmethod
     def advance(self, batch: Batch, output: StepOutput) -> Ended:
         """Choose the next tokens of every ready row, feed them, and name the rows that came to their end."""
-        ...
 
+    @abstractmethod
     def settled(self, batch: Batch, row: int) -> tuple[list[int], list[float]]:
         """Those tokens of a live row that can no longer change, and their log-probabilities."""
-        ...
 
+    @abstractmethod
     def hypotheses(self, batch: Batch, row: int) -> list[Hypothesis]:
         """What a row has come to, the best first."""
-        ...

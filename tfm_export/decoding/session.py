@@ -44,7 +44,7 @@ class DecodingSession:
     ...     while session.pending:
     ...         for answered, result in session.step():
     ...             print(answered == number, model.tokenizer.decode_target(result.tokens))
-    True HH AH0 L OW1
+    True HH EH L OW
 
     Args:
         model: what runs the steps.
