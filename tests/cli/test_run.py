@@ -97,10 +97,10 @@ def test_one_sentences_bad_numbers_do_not_lose_the_others(
 ) -> None:
     generate = runner.generate
 
-    def overflowing(model: object, requests: Sequence[Any], *rest: Any) -> Any:
+    def overflowing(model: object, requests: Sequence[Any], *rest: Any, **settings: Any) -> Any:
         if any(request.source[0] == 4 for request in requests):  # "a"
             raise NumericError("not finite")
-        return generate(model, requests, *rest)
+        return generate(model, requests, *rest, **settings)
 
     monkeypatch.setattr(runner, "generate", overflowing)
     result = run(tiny_bundle, "hello", "a", "zz")

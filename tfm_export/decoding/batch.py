@@ -166,17 +166,19 @@ class Batch:
             How many steps were taken, and the last one's output [B, K, ...]; what the others chose is in the histories.
         """
         sentences, steps = self._several(steps)
-        rows, size, scores = self.rows, len(self.live), self.histories.scores
-        found = sentences.step_beams(*self._step_arrays, scores[:size], end_ids=end_ids, steps=steps, until=until)
+        rows, size = self.rows, len(self.live)
+        scores = self.histories.scores[:size]
+        found = sentences.step_beams(*self._step_arrays, scores, end_ids=end_ids, steps=steps, until=until)
         ranked = found.tokens.shape[1]
         for place in range(ranked + 1):
             self._write_index[:size] += self._width
             self._positions[:size] += 1
             if place < ranked:
                 parents, log_probs = found.parents[:, place], found.log_probs[:, place]
-                scores[:size] = np.take_along_axis(scores[:size], parents, axis=1) + log_probs
+                scores = np.take_along_axis(scores, parents, axis=1) + log_probs
                 self.extend(rows, found.tokens[:, place], log_probs, parents)
                 self._mark_own_slots(rows)
+        self.histories.scores[:size] = scores
         return ranked + 1, found.output
 
     @property
