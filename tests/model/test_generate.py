@@ -55,7 +55,13 @@ def test_ids_in_ids_out(model: Model) -> None:
     ids = [model.encode_text(word).ids for word in WORDS]
     assert ids[2] == [4, 2]
     results = model.generate_ids([np.array(ids[0]), *ids[1:]])
-    assert [r.hypotheses[0].tokens for r in results] == [g.tokens for g in model.generate(WORDS)]
+    texts = model.generate(WORDS)
+    assert [(r.tokens, r.score, r.hypotheses, r.reason) for r in results] == [
+        (g.tokens, g.score, g.hypotheses, g.reason) for g in texts
+    ]
+    assert (results[0].texts, results[0].source_truncated, type(results[0])) == (None, False, type(texts[0]))
+    with pytest.raises(RequestError, match="an answer to ids has no text"):
+        _ = results[0].text
 
 
 def test_the_bundles_defaults_hold_unless_a_request_says_otherwise(copied: Path) -> None:
