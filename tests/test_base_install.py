@@ -29,9 +29,10 @@ NEED_AN_EXTRA = (
     "tfm_export.checkpoints",
     "tfm_export.generate_graph",
     "tfm_export.verify",
-    "tfm_export.runtime.cuda_provider",
-    "tfm_export.runtime.onnx_cuda",
-    "tfm_export.runtime.onnx_runtime",
+    "tfm_export.runtime.gpu.cuda_provider",
+    "tfm_export.runtime.gpu.onnx_cuda",
+    "tfm_export.runtime.cpu.onnx_runtime",
+    "tfm_export.runtime.onnx_sessions",
     "tfm_export.runtime.torch_model",
 )
 

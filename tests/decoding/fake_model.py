@@ -16,7 +16,17 @@ from numpy.typing import NDArray
 from tfm_export.bundle import Limits, SpecialIds
 from tfm_export.errors import NumericError, RequestError
 from tfm_export.graph import Dimensions
-from tfm_export.runtime.step_model import BeamSteps, Capabilities, Floats, Ids, Mask, Sentences, StepModel, StepOutput
+from tfm_export.runtime.step_model import (
+    BeamSteps,
+    Capabilities,
+    Floats,
+    Ids,
+    Mask,
+    Sentences,
+    StepModel,
+    StepOutput,
+    Until,
+)
 
 SPECIAL = SpecialIds(pad=0, bos=1, eos=2, source_ends_with_eos=False, unk=3)
 
@@ -166,14 +176,7 @@ class FakeSentences(Sentences):
         return bound
 
     def step_greedily(
-        self,
-        target_ids: Ids,
-        positions: Ids,
-        write_index: Ids,
-        self_mask: Mask,
-        *,
-        steps: int,
-        until: Callable[[list[int]], bool],
+        self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, steps: int, until: Until
     ) -> tuple[Ids, Floats]:
         assert self.model.capabilities.steps_greedily, "asked for what it does not give"
         ids, mask = target_ids, self_mask.copy()

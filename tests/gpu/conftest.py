@@ -15,8 +15,8 @@ import pytest
 
 from tfm_export.bundle import Bundle
 from tfm_export.errors import BackendUnavailable
-from tfm_export.runtime import cuda
-from tfm_export.runtime.backends import Candidate
+from tfm_export.runtime.backends import BackendChoice
+from tfm_export.runtime.gpu import cuda
 from tfm_export.runtime.step_model import StepModel
 
 ROOT = Path(__file__).parents[2]
@@ -119,15 +119,15 @@ def served(
     """Every backend and precision in turn."""
     backend, variant = request.param
     if backend == "onnxruntime":
-        candidate = Candidate(variant=variant, gpu=0)
+        choice = BackendChoice(variant=variant, gpu=0)
         try:
-            candidate.check(Bundle.open(g2p, check_hashes=False))
+            choice.check(Bundle.open(g2p, check_hashes=False))
         except BackendUnavailable as problem:
             pytest.skip(" ".join(problem.problems))
         add_variant(variant)
     else:
-        candidate = Candidate(variant=variant, gpu=0, engine=add_engine(backend, variant))
+        choice = BackendChoice(variant=variant, gpu=0, engine=add_engine(backend, variant))
     bundle = Bundle.open(g2p, check_hashes=False)
-    model = candidate.open(bundle)
-    yield Served(model, bundle, variant, str(candidate))
+    model = choice.open(bundle)
+    yield Served(model, bundle, variant, str(choice))
     model.close()

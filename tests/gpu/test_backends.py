@@ -22,8 +22,8 @@ from tests.gpu.scenarios import (
 from tfm_export.bundle import Bundle
 from tfm_export.errors import BackendUnavailable
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime import cuda
-from tfm_export.runtime.backends import Candidate, open_backend, survey
+from tfm_export.runtime.backends import BackendChoice, open_backend, survey
+from tfm_export.runtime.gpu import cuda
 
 pytestmark = pytest.mark.gpu
 
@@ -72,14 +72,14 @@ def test_closing_gives_the_memory_back(
     if variant not in {"fp32", "fp16"}:
         pytest.skip("the same code as fp32 and fp16")
     engine = None if backend == "onnxruntime" else add_engine(backend, variant)
-    candidate, bundle = Candidate(variant=variant, gpu=0, engine=engine), Bundle.open(g2p, check_hashes=False)
+    choice, bundle = BackendChoice(variant=variant, gpu=0, engine=engine), Bundle.open(g2p, check_hashes=False)
     try:
-        candidate.check(bundle)
+        choice.check(bundle)
     except BackendUnavailable as problem:
         pytest.skip(" ".join(problem.problems))
     gpu, left = cuda.open_gpu(0), []
     for _ in range(4):
-        model = candidate.open(bundle)
+        model = choice.open(bundle)
         del model
         gc.collect()
         left.append(gpu.free_bytes())

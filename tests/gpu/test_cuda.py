@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.runtime.device_checks import BLOCKS, check_block, check_boxes, check_copies, check_graphs
-from tfm_export.runtime import cuda
-from tfm_export.runtime.cuda import Gpu, OutOfDeviceMemory, Stream
-from tfm_export.runtime.device_memory import RowShape
+from tests.runtime.gpu.device_checks import BLOCKS, check_block, check_boxes, check_copies, check_graphs
+from tfm_export.runtime.gpu import cuda
+from tfm_export.runtime.gpu.cuda import Gpu, OutOfDeviceMemory, Stream
+from tfm_export.runtime.gpu.device_memory import RowShape
 
 pytestmark = pytest.mark.gpu
 

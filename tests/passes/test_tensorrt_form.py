@@ -27,7 +27,7 @@ from tfm_export.passes.tensorrt_form import tensorrt_form
 from tfm_export.passes.twin import float32_twin
 from tfm_export.passes.weight_only import quantize_weights
 from tfm_export.quantize.calibration import decode_traces, observe, thresholds
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.tokenizer import load_tokenizer
 
 Compute = Literal["fp32", "fp16", "bf16"]

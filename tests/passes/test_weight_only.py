@@ -27,7 +27,8 @@ from tfm_export.graph_files import ALIGNMENT, EXTERNAL_FROM_BYTES, read_graph
 from tfm_export.passes.embeddings import quantize_embeddings
 from tfm_export.passes.linears import linears
 from tfm_export.passes.weight_only import block_size, quantize_weights, round_blocks
-from tfm_export.runtime.onnx_runtime import OnnxModel, session_options
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+from tfm_export.runtime.onnx_sessions import session_options
 from tfm_export.runtime.torch_model import TorchModel
 
 Bits = Literal[4, 8]

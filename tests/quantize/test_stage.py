@@ -24,8 +24,8 @@ from tfm_export.graph_files import RANGES, read_graph, read_ranges
 from tfm_export.precision import PRECISIONS
 from tfm_export.quantize import Development, QuantizeOptions, QuantizeReport, quantize_bundle, speed, stage
 from tfm_export.quantize.calibration import Trace, observe
-from tfm_export.runtime.cpu import CpuFeatures
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.processor import CpuFeatures
 from tfm_export.verify import read_golden, verify_variant
 
 ROOT = Path(__file__).parents[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -15,11 +16,12 @@ from tests.emulation.engines import add_engine
 from tests.emulation.onnx_cuda import emulated_provider
 from tfm_export.bundle import Bundle, GenerationDefaults, Limits, Manifest, SpecialIds
 from tfm_export.export.variant import dimensions_of, write_fp32_variant
-from tfm_export.runtime.onnx_cuda import OnnxCudaModel
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.backends import attending_on_cpu
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+from tfm_export.runtime.gpu.onnx_cuda import OnnxCudaModel
+from tfm_export.runtime.gpu.tensorrt_model import TensorRTModel
 from tfm_export.runtime.speculative import SpeculativeModel
 from tfm_export.runtime.step_model import StepModel
-from tfm_export.runtime.tensorrt_model import TensorRTModel
 from tfm_export.runtime.torch_model import TorchModel
 
 LIMITS = Limits(max_source_length=40, max_target_length=50)
@@ -63,7 +65,7 @@ def backends(tmp_path_factory: pytest.TempPathFactory) -> Backends:
     with emulated_gpu():
         engine = TensorRTModel(with_engine, "emulated")
     with emulated_provider():
-        onnx_cuda = OnnxCudaModel(bundle)
+        onnx_cuda = OnnxCudaModel(bundle, attending=partial(attending_on_cpu, bundle, "fp32"))
     onnx = OnnxModel(bundle, threads=1)
     return Backends(
         bundle=bundle,

@@ -9,7 +9,7 @@ from tests.runtime.conftest import LIMITS, Backends
 from tests.runtime.drive import FLOOR, RNG, Batch, padded
 from tfm_export.errors import NumericError, RequestError
 from tfm_export.graph import cross_names, self_cache_names
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.runtime.speculative import SpeculativeModel
 from tfm_export.runtime.step_model import Sentences, StepModel
 

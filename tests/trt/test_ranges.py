@@ -22,7 +22,7 @@ from tfm_export.graph_files import RANGES, read_ranges, write_ranges
 from tfm_export.quantize import QuantizeOptions, quantize_bundle
 from tfm_export.quantize.calibration import decode_traces, observe, thresholds
 from tfm_export.quantize.variant import Recipe, layer_names, write_variant
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.trt import source as trt_source
 from tfm_export.trt.options import EngineOptions
 from tfm_export.trt.source import Source, derive_sources, write_sources

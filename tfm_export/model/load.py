@@ -8,7 +8,7 @@ from pathlib import Path
 from tfm_export.bundle import DEFAULT_PATH, TOKENIZER, Bundle
 from tfm_export.graph import GENERATE
 from tfm_export.model.model import Model
-from tfm_export.runtime.backends import Backend, Candidate, Device, candidates, open_backend
+from tfm_export.runtime.backends import Backend, BackendChoice, DeviceName, backend_choices, open_backend
 from tfm_export.tokenizer import load_tokenizer
 
 
@@ -16,7 +16,7 @@ def load(
     path: str | Path = DEFAULT_PATH,
     *,
     backend: Backend = "auto",
-    device: Device = None,
+    device: DeviceName = None,
     variant: str | None = None,
     draft: str | None = None,
     threads: int | None = None,
@@ -49,7 +49,7 @@ def load(
     """
     bundle = Bundle.open(path, check_hashes=False)
     if check_hashes:
-        ways = candidates(bundle, backend=backend, device=device, variant=variant, draft=draft)
+        ways = backend_choices(bundle, backend=backend, device=device, variant=variant, draft=draft)
         bundle.check(_files_used(bundle, ways))
     tokenizer = load_tokenizer(bundle)
     chosen, step_model = open_backend(
@@ -58,7 +58,7 @@ def load(
     return Model(bundle, step_model, tokenizer, backend=str(chosen))
 
 
-def _files_used(bundle: Bundle, ways: Iterable[Candidate]) -> list[str]:
+def _files_used(bundle: Bundle, ways: Iterable[BackendChoice]) -> list[str]:
     """The files of a bundle that ways to run it read: a service waits until their hashes are known."""
     folders = [
         folder

@@ -24,7 +24,8 @@ from tfm_export.graph import DECODER_STEP, DECODER_STEP_ATTENTION, ENCODER, Dime
 from tfm_export.graph_files import read_graph
 from tfm_export.passes.linears import linears
 from tfm_export.quantize.histogram import Collector, Observation, thresholds
-from tfm_export.runtime.onnx_runtime import OnnxModel, onnxruntime, session_options
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel, onnxruntime
+from tfm_export.runtime.onnx_sessions import session_options
 from tfm_export.runtime.threads import usable_cpus
 
 __all__ = ["Observation", "Trace", "decode_traces", "observe", "thresholds"]

@@ -15,7 +15,7 @@ from tfm_export.quantize.metrics import METRICS, Development, Metric
 from tfm_export.quantize.options import QuantizeOptions
 from tfm_export.quantize.report import MetricComparison
 from tfm_export.quantize.variant import FLOAT_TYPES
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.tokenizer import Tokenizer, load_tokenizer
 from tfm_export.tokenizer.sources import encode_sources

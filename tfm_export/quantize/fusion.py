@@ -11,7 +11,8 @@ import onnx
 
 from tfm_export.errors import BundleError, ExportError
 from tfm_export.graph import DECODER_STEP, DECODER_STEP_ATTENTION, ENCODER
-from tfm_export.runtime.onnx_runtime import onnxruntime, session_options
+from tfm_export.runtime.cpu.onnx_runtime import onnxruntime
+from tfm_export.runtime.onnx_sessions import session_options
 
 # What DequantizeLinear and Gemm must become. Where they do not, the weights are dequantised anew at each call.
 FUSED = {"w8": "MatMulNBits", "w4": "MatMulNBits", "int8": "QGemm"}

@@ -26,8 +26,8 @@ from tfm_export.quantize.variant import (
     layer_names,
     write_variant,
 )
-from tfm_export.runtime.cpu import cpu_features
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.processor import cpu_features
 from tfm_export.staging import check_part, new_part
 from tfm_export.verify import GenerationComparison, compare_generations, cpu_model
 

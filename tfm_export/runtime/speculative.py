@@ -29,6 +29,7 @@ from tfm_export.runtime.step_model import (
     Sentences,
     StepModel,
     StepOutput,
+    Until,
     WrappedModel,
 )
 
@@ -55,7 +56,7 @@ class SpeculativeModel(WrappedModel):
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> SpeculativeSentences:
         """Run the encoder on a padded batch and set up its caches; see `StepModel.encode`.
 
-        The draft does the same once it is known that there is something to guess.
+        The draft's follows once it is known that there is something to guess.
         """
         sentences = self._model.encode(source_ids, source_mask, capacity=capacity)
         return SpeculativeSentences(sentences, self._draft, np.array(source_ids), np.array(source_mask), self._end_ids)
@@ -95,7 +96,7 @@ class _Ahead:
         return self._selected((slice(None), slice(query, query + 1)))
 
     def rows(self, rows: list[int]) -> _Ahead:
-        """The same of some rows."""
+        """What is known of some rows."""
         return _Ahead(self.target_ids[rows], self.write_index[rows], self._selected(rows), self.asked)
 
     def _selected(self, part: list[int] | tuple[slice, slice]) -> StepOutput:
@@ -169,14 +170,7 @@ class SpeculativeSentences(Sentences):
         return self._ahead.output_of(0)
 
     def step_greedily(
-        self,
-        target_ids: Ids,
-        positions: Ids,
-        write_index: Ids,
-        self_mask: Mask,
-        *,
-        steps: int,
-        until: Callable[[list[int]], bool],
+        self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, steps: int, until: Until
     ) -> tuple[Ids, Floats]:
         """Take several steps, one by one while they are guessed; see `Sentences.step_greedily`."""
         if self.size > MOST_ROWS:
@@ -208,28 +202,25 @@ class SpeculativeSentences(Sentences):
 
     def grow(self, capacity: int) -> None:
         """Give every row `capacity` slots, keeping what is written and zeroing the rest."""
-        self._sentences.grow(capacity)
-        self._have_draft(lambda draft: draft.grow(capacity))
+        self._have_both(lambda sentences: sentences.grow(capacity))
 
     def pack(self, slots: Ids, capacity: int) -> None:
         """Keep some slots of each row; see `Sentences.pack`."""
-        self._sentences.pack(slots, capacity)
-        kept = slots.shape[1]
-        self._ahead, self._drafted = None, [min(drafted, kept) for drafted in self._drafted]
-        self._have_draft(lambda draft: draft.pack(slots, capacity))
+        if self._draft_model is not None and not self._draft_model.capabilities.packs:
+            self._give_up()
+        self._have_both(lambda sentences: sentences.pack(slots, capacity))
+        self._ahead, self._drafted = None, [min(drafted, slots.shape[1]) for drafted in self._drafted]
 
     def move(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`."""
-        self._sentences.move(source, target)
-        self._have_draft(lambda draft: draft.move(source, target))
+        self._have_both(lambda sentences: sentences.move(source, target))
         rows = np.arange(self.size)
         rows[target] = source
         self._keep(rows.tolist())
 
     def shrink(self, size: int) -> None:
         """Keep the first `size` rows."""
-        self._sentences.shrink(size)
-        self._have_draft(lambda draft: draft.shrink(size))
+        self._have_both(lambda sentences: sentences.shrink(size))
         self._keep([*range(size)])
 
     def read(self, name: str) -> Floats:
@@ -258,8 +249,9 @@ class SpeculativeSentences(Sentences):
         mask: Mask = np.arange(self.capacity) <= positions[:, None, :, None]
         return mask
 
-    def _have_draft(self, act: Callable[[Sentences], None]) -> None:
-        """Have the draft do what the model has done; if it cannot, do without."""
+    def _have_both(self, act: Callable[[Sentences], None]) -> None:
+        """Have the model do something, and the draft; if that cannot, do without."""
+        act(self._sentences)
         try:
             if self._draft is not None:
                 act(self._draft)
@@ -310,12 +302,7 @@ class SpeculativeSentences(Sentences):
             return [best]
         places = np.array(lengths)
         following, _ = self._draft.step_greedily(
-            best[:, None],
-            places[:, None],
-            places,
-            self._before(places[:, None]),
-            steps=count - 1,
-            until=self._all_end,
+            best[:, None], places[:, None], places, self._before(places[:, None]), steps=count - 1, until=self._all_end
         )
         tokens = list(following.T)
         self._drafted = [length + len(tokens) for length in lengths]

@@ -27,6 +27,7 @@ from tfm_export.graph import Dimensions
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Floats = NDArray[np.float32]
+Until = Callable[[list[int]], bool]  # is told the best token of each row; True if no step is to follow
 
 # A prompt is taken in by pieces such that a step's log_probs [B, Q, V] stay below this many numbers.
 LARGEST_STEP = 1 << 24
@@ -165,26 +166,19 @@ class Sentences(Protocol):
     # What `Capabilities` promises.
 
     def step_greedily(
-        self,
-        target_ids: Ids,
-        positions: Ids,
-        write_index: Ids,
-        self_mask: Mask,
-        *,
-        steps: int,
-        until: Callable[[list[int]], bool],
+        self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, steps: int, until: Until
     ) -> tuple[Ids, Floats]:
         """Take several steps of one token, each with the best that the step before named, in the slot behind.
 
         Between two steps of decoding, much is done that a greedy search has no need for.
 
         Args:
-            target_ids: [B, 1], of the first step, as the next three.
-            positions: [B, 1].
-            write_index: [B].
-            self_mask: [B, 1, 1, C]; each later step also sees the slots that were written since.
+            target_ids: [B, 1], of the first step.
+            positions: [B, 1], of the first step.
+            write_index: [B], of the first step.
+            self_mask: [B, 1, 1, C], of the first step; each later one also sees the slots that were written since.
             steps: at most so many; neither slots nor positions may run out.
-            until: is told the best token of each row before the next step is taken; True if there is to be none.
+            until: asked before each step but the first.
 
         Returns:
             The best tokens [B, n] after the n steps that were taken, and their log-probabilities [B, n].
@@ -269,7 +263,7 @@ class StepModel(Protocol):
     # What `Capabilities` promises.
 
     def with_attention(self) -> StepModel:
-        """The same model with steps that give attention, perhaps slower; to be closed, too.
+        """A model that is this one but for steps that give attention; perhaps slower. To be closed, too.
 
         Raises:
             RequestError: the bundle was exported without the graph for it, or the model is closed.
@@ -282,9 +276,6 @@ class WrappedModel(StepModel):
     """A model that passes everything on to another; what changes something about a model begins with this."""
 
     def __init__(self, model: StepModel) -> None:
-        self._wrap(model)
-
-    def _wrap(self, model: StepModel) -> None:
         self._model = model
         self.dimensions, self.limits, self.capabilities = model.dimensions, model.limits, model.capabilities
 
@@ -299,5 +290,5 @@ class WrappedModel(StepModel):
     def with_attention(self) -> Self:
         """Wrap the model that gives attention."""
         other = copy.copy(self)
-        other._wrap(self._model.with_attention())  # noqa: SLF001 (a copy of this object)
+        WrappedModel.__init__(other, self._model.with_attention())
         return other

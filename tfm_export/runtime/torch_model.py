@@ -1,6 +1,6 @@
 """The step model on PyTorch, written to be obviously right: for parity and verification, never for service.
 
-The same append-only caches and masks as the graphs, on the weights of a `reference_model.Transformer`, in any float
+Append-only caches and masks, as the graphs have them, on the weights of a `reference_model.Transformer`, in any float
 type. With float64 it tells what rounding costs the others. Letters as in `step_model`.
 """
 
@@ -21,13 +21,7 @@ from tfm_export.runtime.step_model import Capabilities, Floats, Ids, Mask, Sente
 
 
 class TorchModel(StepModel):
-    """A reference model as a `StepModel`.
-
-    Attributes:
-        dimensions: the sizes that the graphs of this model would show.
-        limits: the longest sequences.
-        capabilities: what it gives.
-    """
+    """A reference model as a `StepModel`."""
 
     def __init__(
         self,
@@ -109,19 +103,11 @@ class TorchSentences(Sentences):
         self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, full: bool = False
     ) -> StepOutput:
         """Write Q tokens into the cache and say what may follow each; see `Sentences.step`."""
-        check_step_arrays(target_ids, positions, write_index, self_mask, size=self.size, capacity=self.capacity)
-        problems = step_problems(
-            target_ids,
-            positions,
-            write_index,
-            self_mask,
-            dimensions=self.model.dimensions,
-            limits=self.model.limits,
-        )
-        if problems:
+        arrays = target_ids, positions, write_index, self_mask
+        check_step_arrays(*arrays, size=self.size, capacity=self.capacity)
+        if problems := step_problems(*arrays, dimensions=self.model.dimensions, limits=self.model.limits):
             raise RequestError(problems)
-        inputs = [torch.tensor(x) for x in (target_ids, positions, write_index, self_mask)]
-        logits, weights = self._run(*inputs)
+        logits, weights = self._run(*[torch.tensor(array) for array in arrays])
         log_probs = logits.log_softmax(-1)
         top, ids = log_probs.topk(self.model.dimensions.candidates)
         layer = self.model.attention_layer

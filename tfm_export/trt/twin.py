@@ -22,7 +22,7 @@ from tfm_export.graph import Dimensions
 from tfm_export.graph_files import WeightsFile, read_graph
 from tfm_export.passes.twin import float32_twin
 from tfm_export.precision import PRECISIONS, Precision
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.trt.options import Compute
 from tfm_export.trt.source import Source
 from tfm_export.verify import GenerationComparison, compare_generations, read_golden

@@ -14,7 +14,7 @@ from tfm_export.bundle import GOLDEN, Bundle
 from tfm_export.decoding import DecodeOptions, Hypothesis, generate
 from tfm_export.graph import DECODER_STEP, GENERATE, generate_inputs, generate_outputs
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime.onnx_runtime import OnnxModel, load_session
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel, load_session
 from tfm_export.runtime.threads import threads_to_use
 from tfm_export.verify.golden import Golden, compare_search, read_golden
 from tfm_export.verify.report import GenerationComparison

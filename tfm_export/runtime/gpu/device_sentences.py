@@ -1,4 +1,4 @@
-"""A batch of sentences on TensorRT: which rows are in use, how far they have come, and what their memory is.
+"""A batch of sentences on a GPU: which rows are in use, how far they have come, and what their memory is.
 
 Letters as in `step_model`.
 """
@@ -11,22 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfm_export.errors import RequestError
-from tfm_export.graph import Dimensions, cross_names, self_cache_names
+from tfm_export.graph import cross_names, self_cache_names
 from tfm_export.runtime.checks import check_finite, check_step_arrays, step_problems
-from tfm_export.runtime.device_memory import bucket
-from tfm_export.runtime.device_worker import Worker
+from tfm_export.runtime.gpu.device_memory import bucket
+from tfm_export.runtime.gpu.device_worker import Worker
 from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepOutput
-
-# Rows of a step cost nothing while there are few, and encoding some sentences at once is cheaper than one by one.
-REFILL_AT = 0.25
 
 
 class DeviceSentences(Sentences):
     """A batch of sentences whose caches lie on the device; see `Sentences`.
 
-    The caches have the slots of a plan, which are as many as `capacity` or more: those beyond are never seen. Only
-    where no plan has as many are they fewer; then a step that needs more is refused. They are never packed: single
-    slots are too small to copy on a device, and plans have a fixed number.
+    The caches have the slots of a compiled graph, which are as many as `capacity` or more: those beyond are never seen.
+    Only where none has as many are they fewer; then a step that needs more is refused. They are never packed: single
+    slots are too small to copy on a device, and a compiled graph may have a fixed number of them.
 
     Attributes:
         worker: runs it.
@@ -53,52 +50,39 @@ class DeviceSentences(Sentences):
         """C: slots of each row."""
         return self._capacity
 
-    @property
-    def _dimensions(self) -> Dimensions:
-        return self.worker.engine.dimensions
-
     def step(
         self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, full: bool = False
     ) -> StepOutput:
         """Write Q tokens into the cache and say what may follow each; see `Sentences.step`."""
-        worker, memory, size = self.worker, self.lease.memory, self.size
-        check_step_arrays(target_ids, positions, write_index, self_mask, size=size, capacity=self._capacity)
+        given = target_ids, positions, write_index, self_mask
+        check_step_arrays(*given, size=self.size, capacity=self._capacity)
+        worker, graphs, memory = self.worker, self.worker.graphs, self.lease.memory
+        size, query = target_ids.shape
         with worker.working():
-            arrays = worker.arrays(memory, size, target_ids.shape[1])
-            if not arrays.fill(target_ids, positions, write_index, self_mask, self.source_mask):
-                raise RequestError(*self._problems(target_ids, positions, write_index, self_mask))
+            arrays = worker.arrays(memory, size, query)
+            if not arrays.fill(*given, self.source_mask):
+                raise self._refusal(step_problems(*given, dimensions=graphs.dimensions, limits=graphs.limits))
             worker.step(memory, arrays)
-            self.written = max(self.written, int(write_index.max()) + target_ids.shape[1])
-            log_probs, normaliser = self._fetch(arrays.addresses, target_ids.shape[1]) if full else (None, None)
+            self.written = max(self.written, int(write_index.max()) + query)
+            log_probs, normaliser = self._fetch(arrays.addresses, query) if full else (None, None)
             output = StepOutput(arrays.top_log_probs[:size].copy(), arrays.top_ids[:size].copy(), log_probs, normaliser)
         check_finite(output.top_log_probs[:, :, 0])
         return output
 
-    def _problems(
-        self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask
-    ) -> tuple[list[str], str | None]:
-        """What is wrong with a step that was refused, and what to try."""
-        problems = step_problems(
-            target_ids,
-            positions,
-            write_index,
-            self_mask,
-            dimensions=self._dimensions,
-            limits=self.worker.engine.limits,
-        )
+    def _refusal(self, problems: list[str]) -> RequestError:
+        """Of a step in which something is wrong, or else nothing but its slots."""
         if problems:
-            return problems, None
-        slots = self.lease.memory.capacity
-        return (
-            [f"a step needs more than the {slots} slots a sentence that the engine was built for"],
+            return RequestError(problems)
+        return RequestError(
+            f"a step needs more than the {self.lease.memory.capacity} slots a sentence that the engine was built for",
             f"fewer beams or shorter targets, or tfm-export trt --capacity {self._capacity} --force",
         )
 
     def _fetch(self, addresses: dict[str, int], query: int) -> tuple[Floats, Floats]:
         """log_probs [B, Q, V] and log_normaliser [B, Q] of the last step."""
-        rows, vocabulary = self.size * query, self._dimensions.target_vocabulary_size
+        rows, vocabulary = self.size * query, self.worker.graphs.dimensions.target_vocabulary_size
         if self._pinned.nbytes < 4 * rows * (vocabulary + 1):
-            self._pinned = self.worker.engine.gpu.allocate_host(4 * rows * (vocabulary + 1))
+            self._pinned = self.worker.graphs.gpu.allocate_host(4 * rows * (vocabulary + 1))
         numbers = self._pinned.view(np.float32)
         log_probs = numbers[: rows * vocabulary].reshape(self.size, query, vocabulary)
         normaliser = numbers[rows * vocabulary : rows * (vocabulary + 1)].reshape(self.size, query)
@@ -135,26 +119,26 @@ class DeviceSentences(Sentences):
 
     def read(self, name: str) -> Floats:
         """A copy of a cache or a cross-attention tensor; see `Sentences.read`."""
-        memory = self.lease.memory
+        memory, graphs = self.lease.memory, self.worker.graphs
         source: int = self.source_mask.shape[1]
-        lengths = dict.fromkeys(self_cache_names(self._dimensions), self._capacity)
-        lengths |= dict.fromkeys(cross_names(self._dimensions), source)
+        lengths = dict.fromkeys(self_cache_names(graphs.dimensions), self._capacity)
+        lengths |= dict.fromkeys(cross_names(graphs.dimensions), source)
         if name not in lengths:
             raise RequestError(f"no tensor {name!r}; there are {', '.join(lengths)}")
         block = memory.caches if name in memory.caches.names else memory.cross
         shape = (memory.rows, block.shape.heads, block.length, block.shape.head_size)
         with self.worker.working():
-            pinned = self.worker.engine.gpu.allocate_host(int(np.prod(shape)) * block.shape.item_bytes)
+            pinned = self.worker.graphs.gpu.allocate_host(int(np.prod(shape)) * block.shape.item_bytes)
             self.worker.fetch({block.address(name): pinned})
-        found = _as_float32(pinned, self.worker.engine.float_type).reshape(shape)
-        result: Floats = np.zeros((self.size, shape[1], lengths[name], self._dimensions.head_size), np.float32)
-        kept = min(lengths[name], block.length)  # a capacity that no plan has is never written to the end
-        result[:, :, :kept] = found[: self.size, :, :kept, : self._dimensions.head_size]
+        found = _as_float32(pinned, graphs.float_type).reshape(shape)
+        result: Floats = np.zeros((self.size, shape[1], lengths[name], graphs.dimensions.head_size), np.float32)
+        kept = min(lengths[name], block.length)  # a capacity that no graph has is never written to the end
+        result[:, :, :kept] = found[: self.size, :, :kept, : graphs.dimensions.head_size]
         return result
 
     def append(self, other: Sentences) -> None:
         """Copy the rows of freshly encoded sentences of the same model behind this batch's rows."""
-        if not isinstance(other, DeviceSentences) or other.worker.engine is not self.worker.engine:
+        if not isinstance(other, DeviceSentences) or other.worker.graphs is not self.worker.graphs:
             raise RequestError("sentences can only join a batch of the same model")
         if other.written > self._capacity:
             raise RequestError(f"the joining rows have written more slots than the {self._capacity} of this batch")
@@ -184,7 +168,7 @@ class DeviceSentences(Sentences):
     def _change_memory(self, rows: int, source: int, capacity: int) -> None:
         """Move to memory of at least that size, unless this one is."""
         old = self.lease.memory
-        if old.rows >= rows and old.source >= source and old.capacity == self.worker.engine.capacity(capacity):
+        if old.rows >= rows and old.source >= source and old.capacity == self.worker.graphs.capacity(capacity):
             return
         lease, stream = self.worker.lease(rows, source, capacity), self.worker.stream
         lease.memory.caches.copy_rows(stream, old.caches, 0, 0, rows=self.size, slots=self.written)

@@ -79,8 +79,7 @@ def driver_version() -> str:
     Raises:
         BackendUnavailable: cuda-python is not installed, or there is no driver.
     """
-    cudart = _cudart()
-    return _version(_driver(cudart))
+    return version_text(_driver(_cudart()))
 
 
 def runtime_version() -> str:
@@ -90,7 +89,7 @@ def runtime_version() -> str:
         BackendUnavailable: cuda-python is not installed.
     """
     cudart = _cudart()
-    return _version(_value(cudart, cudart.cudaRuntimeGetVersion()))
+    return version_text(_value(cudart, cudart.cudaRuntimeGetVersion()))
 
 
 def driver_release(root: Path = Path("/")) -> str | None:
@@ -155,7 +154,7 @@ def _check_driver(cudart: Any) -> None:
     error, count = cudart.cudaGetDeviceCount()
     if int(error) == int(cudart.cudaError_t.cudaErrorInsufficientDriver):
         raise BackendUnavailable(
-            f"the NVIDIA driver is for CUDA {_version(driver)}, cuda-python for CUDA {_version(runtime)}",
+            f"the NVIDIA driver is for CUDA {version_text(driver)}, cuda-python for CUDA {version_text(runtime)}",
             f"update the driver, or pip install 'cuda-python<{runtime // 1000}'",
         )
     if int(error) == int(cudart.cudaError_t.cudaErrorNoDevice) or (not int(error) and not count):
@@ -175,7 +174,7 @@ def _device(cudart: Any, index: int) -> Device:
     )
 
 
-def _version(number: int) -> str:
+def version_text(number: int) -> str:
     """13040 is 13.4."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
@@ -412,13 +411,9 @@ class Stream:
                 raise
             graph = self.gpu.call(cudart.cudaStreamEndCapture(self.handle))
         try:
-            return Graph(self, self.gpu.call(cudart.cudaGraphInstantiate(graph, 0)))
+            return Graph(self, cudart, self.gpu.call(cudart.cudaGraphInstantiate(graph, 0)))
         finally:
             self.gpu.release("cudaGraphDestroy", graph)
-
-    def launch(self, graph: Any) -> None:
-        """Do what was captured; see `Graph.launch`."""
-        self.gpu.call(self._cudart.cudaGraphLaunch(graph, self.handle))
 
     def close(self) -> None:
         """Give it back; what it has to do must have been waited for."""
@@ -430,12 +425,12 @@ class Stream:
 class Graph:
     """Captured work that is launched with one call, at the addresses and with the shapes that it was captured with."""
 
-    def __init__(self, stream: Stream, executable: Any) -> None:
-        self._stream, self._executable = stream, executable
+    def __init__(self, stream: Stream, cudart: Any, executable: Any) -> None:
+        self._stream, self._cudart, self._executable = stream, cudart, executable
 
     def launch(self) -> None:
         """Put it all on the stream that it was captured from."""
-        self._stream.launch(self._executable)
+        self._stream.gpu.call(self._cudart.cudaGraphLaunch(self._executable, self._stream.handle))
 
     def close(self) -> None:
         """Free it; it must have been waited for."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tfm_export.runtime.cuda import Box, Gpu, Stream
-from tfm_export.runtime.device_memory import RowShape, TensorBlock
+from tfm_export.runtime.gpu.cuda import Box, Gpu, Stream
+from tfm_export.runtime.gpu.device_memory import RowShape, TensorBlock
 
 # Heads, head size and bytes of a number; rows; length.
 BLOCKS = [

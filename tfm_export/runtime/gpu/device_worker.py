@@ -1,4 +1,4 @@
-"""A worker: a stream with the contexts, the memory and the captured graphs that one thread needs to run an engine."""
+"""A worker: a stream with the contexts, the memory and the captured graphs that one thread needs to run a model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tfm_export.bundle import Limits
 from tfm_export.errors import BackendUnavailable, RequestError
-from tfm_export.graph import Dimensions, cache_output_name, cross_names, self_cache_names
-from tfm_export.runtime.cuda import ALIGNMENT, CudaError, Gpu, Graph, when_not_capturing
-from tfm_export.runtime.device_memory import BatchMemory, Lease, MemoryPool, RowShape, bucket
-from tfm_export.runtime.step_buffers import Buffers, StepArrays, StepShape, encoder_arrays, encoder_inputs
+from tfm_export.graph import cache_output_name, cross_names, self_cache_names
+from tfm_export.runtime.gpu.compiled_graphs import ANY, CompiledGraph, DeviceGraphs, GraphContext, Profile
+from tfm_export.runtime.gpu.cuda import ALIGNMENT, CudaError, Graph, when_not_capturing
+from tfm_export.runtime.gpu.device_memory import BatchMemory, Lease, MemoryPool, bucket
+from tfm_export.runtime.gpu.step_buffers import Buffers, StepArrays, StepShape, encoder_arrays, encoder_inputs
 from tfm_export.runtime.step_model import Ids, Mask
-from tfm_export.runtime.tensorrt_plans import Context, Plan, Profile
 
 LOG = logging.getLogger(__name__)
 EAGER_RUNS = 2  # of a shape, before it gets a context and a graph of its own: many come once
@@ -31,68 +30,12 @@ SHORTEST_SOURCE = 8
 CLOSED = "the model is closed", "load the bundle again"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    """The plans of an engine, loaded; all workers share them.
-
-    Attributes:
-        gpu: where.
-        encoder: its plan.
-        steps: the decoder step's plans by their capacity, the smallest first.
-        dimensions: the sizes that the graphs show.
-        limits: the longest sequences.
-        rows: what rows of caches and cross-attention keys and values are made of.
-        float_type: their dtype.
-    """
-
-    gpu: Gpu
-    encoder: Plan
-    steps: dict[int, Plan]
-    dimensions: Dimensions
-    limits: Limits
-    rows: RowShape
-    float_type: str
-
-    @property
-    def plans(self) -> list[Plan]:
-        """All of them."""
-        return [self.encoder, *self.steps.values()]
-
-    @property
-    def max_batch_size(self) -> int:
-        """The most sentences at once."""
-        return min(profile.batch for plan in self.plans for profile in plan.profiles)
-
-    @property
-    def max_source_length(self) -> int:
-        """The longest source that the plans take."""
-        return min(profile.source for plan in self.plans for profile in plan.profiles)
-
-    @property
-    def step_queries(self) -> int:
-        """The most target tokens of a step of a search: more come in prompts and in scoring, seldom as many again."""
-        return max(plan.profiles[0].query for plan in self.steps.values())
-
-    def plan(self, capacity: int) -> Plan:
-        """The decoder step's with so many slots."""
-        return self.steps[capacity]
-
-    def capacity(self, wanted: int) -> int:
-        """The slots of the plan that has as many, or else of the largest."""
-        return next((capacity for capacity in self.steps if capacity >= wanted), max(self.steps))
-
-    def close(self) -> None:
-        """Free it, once no worker has it."""
-        for plan in self.plans:
-            plan.close()
-
-
+@dataclass
 class _Captured:
-    """A step of fixed shapes and addresses: TensorRT wants a context for each graph that nothing else changes."""
+    """A step of fixed shapes and addresses: a CUDA graph wants a context that nothing else changes."""
 
-    def __init__(self, context: Context) -> None:
-        self.context = context
-        self.graph: Graph | None = None
+    context: GraphContext
+    graph: Graph | None = None
 
     def close(self) -> None:
         if self.graph is not None:
@@ -104,25 +47,27 @@ class Worker:
     """Runs batches one after the other. Its lock makes sure of that.
 
     Attributes:
-        engine: what it runs.
+        graphs: what it runs.
         stream: that all its work is put on.
         capture_problem: why steps are not captured as CUDA graphs; None while nothing speaks against it.
     """
 
-    def __init__(self, engine: Engine, *, reclaim: Callable[[Worker], None], closed: Callable[[Worker], None]) -> None:
+    def __init__(
+        self, graphs: DeviceGraphs, *, reclaim: Callable[[Worker], None], closed: Callable[[Worker], None]
+    ) -> None:
         """Make contexts and allocate what is needed whatever comes.
 
         Args:
-            engine: what to run.
+            graphs: what to run.
             reclaim: asks the other workers to free memory that they do not use.
             closed: told when everything is freed.
 
         Raises:
             OutOfDeviceMemory: the GPU has not enough.
-            BackendUnavailable: TensorRT cannot make a context.
+            BackendUnavailable: a context cannot be made.
         """
-        self.engine = engine
-        self.capture_problem: str | None = engine.encoder.library.capture_problem
+        self.graphs = graphs
+        self.capture_problem: str | None = graphs.encoder.capture_problem
         self._lock, self._busy = threading.RLock(), 0
         self._closing, self._closed, self._tell_closed = False, False, closed
         self._uses: Counter[tuple[int, int, int]] = Counter()
@@ -130,23 +75,23 @@ class Worker:
         self._layouts: OrderedDict[StepShape, StepArrays] = OrderedDict()
         self._large: Buffers | None = None
         with ExitStack() as undo:
-            self.stream = engine.gpu.stream()
+            self.stream = graphs.gpu.stream()
             undo.callback(self.stream.close)
-            needed = max(plan.workspace_bytes for plan in engine.plans)
-            self._workspace = engine.gpu.allocate(max(needed, ALIGNMENT))
+            needed = max(graph.workspace_bytes for graph in graphs.every)
+            self._workspace = graphs.gpu.allocate(max(needed, ALIGNMENT))
             undo.callback(self._workspace.close)
-            self._contexts: dict[tuple[int, int], Context] = {}
+            self._contexts: dict[tuple[CompiledGraph, Profile], GraphContext] = {}
             undo.callback(self._close_contexts)
-            for capacity, plan in ((0, engine.encoder), *engine.steps.items()):
-                for profile in plan.profiles:
-                    self._contexts[capacity, profile.index] = plan.context(profile, self.stream, self._workspace)
-            largest = encoder_inputs(engine.max_batch_size, engine.max_source_length)
-            self._encoder_buffers = Buffers(engine.gpu, largest.nbytes)
+            for graph in graphs.every:
+                for profile in graph.profiles:
+                    self._contexts[graph, profile] = graph.context(profile, self.stream, self._workspace)
+            largest = encoder_inputs(graphs.max_batch_size, graphs.max_source_length)
+            self._encoder_buffers = Buffers(graphs.gpu, largest.nbytes)
             undo.callback(self._encoder_buffers.close)
-            shape = StepShape(engine.max_batch_size, engine.step_queries, engine.max_source_length, max(engine.steps))
-            self._step_buffers = Buffers(engine.gpu, *StepArrays.sizes(shape, engine.dimensions))
-            names = self_cache_names(engine.dimensions), cross_names(engine.dimensions)
-            self._pool = MemoryPool(self.stream, engine.rows, names, forget=self._forget, reclaim=lambda: reclaim(self))
+            shape = StepShape(graphs.max_batch_size, graphs.step_queries, graphs.max_source_length, max(graphs.steps))
+            self._step_buffers = Buffers(graphs.gpu, *StepArrays.sizes(shape, graphs.dimensions))
+            names = self_cache_names(graphs.dimensions), cross_names(graphs.dimensions)
+            self._pool = MemoryPool(self.stream, graphs.rows, names, forget=self._forget, reclaim=lambda: reclaim(self))
             undo.pop_all()
 
     # Memory.
@@ -164,7 +109,7 @@ class Worker:
                     raise RequestError(*CLOSED)
                 self._busy += 1
                 try:
-                    self.engine.gpu.activate()
+                    self.graphs.gpu.activate()
                     yield
                 except BaseException:
                     self._settle()
@@ -177,7 +122,7 @@ class Worker:
     def _settle(self) -> None:
         """Wait for what was put on the stream before something failed: the next call writes to the same memory."""
         try:
-            self.engine.gpu.activate()
+            self.graphs.gpu.activate()
             self.stream.synchronize()
         except CudaError as problem:
             LOG.warning("%s", str(problem))  # the first error is the one to raise
@@ -186,19 +131,20 @@ class Worker:
         """Zeroed memory for a batch; the sizes are rounded up.
 
         Raises:
-            RequestError: the engine does not take so many rows.
+            RequestError: the graphs do not take so many rows.
             OutOfDeviceMemory: the GPU has not so much.
         """
-        most = self.engine.max_batch_size
+        most = self.graphs.max_batch_size
         if rows > most:
             raise RequestError(
-                f"the engine takes batches of up to {most} sentences, found {rows}",
-                f"max_batch_size={most} in the request, or tfm-export trt --max-batch-size {rows} --force",
+                f"a batch may have {most:,} sentences on this GPU, found {rows:,}",
+                f"max_batch_size={most} in the request"
+                + ("" if ANY in self.graphs.steps else f", or tfm-export trt --max-batch-size {rows} --force"),
             )
         memory = self._pool.take(
             bucket(rows, most),
-            bucket(source, self.engine.max_source_length, SHORTEST_SOURCE),
-            self.engine.capacity(capacity),
+            bucket(source, self.graphs.max_source_length, SHORTEST_SOURCE),
+            self.graphs.capacity(capacity),
         )
         return Lease(memory, self._give_back)
 
@@ -226,13 +172,12 @@ class Worker:
 
     def encode(self, source_ids: Ids, source_mask: Mask, memory: BatchMemory) -> None:
         """Run the encoder into the memory's cross-attention keys and values; those of padding are zero."""
-        profile = self.engine.encoder.profiles[0]
+        profile = self.graphs.encoder.profiles[0]
         batch, source = bucket(len(source_ids), memory.rows), memory.source
         inputs, addresses = encoder_arrays(self._encoder_buffers, source_ids, source_mask, batch, source)
-        context = self._contexts[0, profile.index]
-        shapes = dict.fromkeys(addresses, (batch, source))
+        context = self._contexts[self.graphs.encoder, profile]
         outputs = {name: memory.cross.address(name) for name in memory.cross.names}
-        context.bind((memory.number, batch), shapes, addresses | outputs)
+        context.bind((memory.number, batch), {"batch": batch, "source": source}, addresses | outputs)
         self.stream.to_device(self._encoder_buffers.address, inputs)
         context.enqueue(self.stream)
         self._zero_padding(memory, source_mask)
@@ -250,9 +195,9 @@ class Worker:
         """The arrays of a step with these rows in use, to be filled.
 
         Raises:
-            RequestError: the engine does not take so many tokens a step.
+            RequestError: the graph does not take so many tokens a step.
         """
-        most = self.engine.plan(memory.capacity).profiles[-1].query
+        most = self.graphs.step(memory.capacity).profiles[-1].query
         if query > most:
             raise RequestError(
                 f"the engine takes up to {most} tokens of a sentence a step, found {query}",
@@ -261,7 +206,7 @@ class Worker:
         shape = StepShape(bucket(rows, memory.rows), query, memory.source, memory.capacity)
         found = self._layouts.get(shape)
         if found is None:
-            found = StepArrays(self._buffers(shape), shape, self.engine.dimensions, self.engine.limits)
+            found = StepArrays(self._buffers(shape), shape, self.graphs.dimensions, self.graphs.limits)
             self._layouts[shape] = found
             if len(self._layouts) > MOST_LAYOUTS:
                 self._layouts.popitem(last=False)
@@ -269,51 +214,49 @@ class Worker:
 
     def _buffers(self, shape: StepShape) -> Buffers:
         """Where the arrays of a step lie: always in the same place for steps that are captured."""
-        sizes = StepArrays.sizes(shape, self.engine.dimensions)
-        if shape.query <= self.engine.step_queries:
+        sizes = StepArrays.sizes(shape, self.graphs.dimensions)
+        if shape.query <= self.graphs.step_queries:
             return self._step_buffers
         if self._large is None or not self._large.holds(*sizes):
             self._layouts = OrderedDict(
-                (key, arrays) for key, arrays in self._layouts.items() if key.query <= self.engine.step_queries
+                (key, arrays) for key, arrays in self._layouts.items() if key.query <= self.graphs.step_queries
             )
             if self._large is not None:
                 self._large.close()
                 self._large = None
-            self._large = Buffers(self.engine.gpu, *sizes)
+            self._large = Buffers(self.graphs.gpu, *sizes)
         return self._large
 
     def step(self, memory: BatchMemory, arrays: StepArrays) -> None:
         """Run a step whose arrays are filled; its best tokens are in them afterwards."""
-        plan = self.engine.plan(memory.capacity)
-        profile = next(p for p in plan.profiles if p.query >= arrays.shape.query)
+        graph = self.graphs.step(memory.capacity)
+        profile = next(p for p in graph.profiles if p.query >= arrays.shape.query)
         key = memory.number, arrays.shape.batch, arrays.shape.query
         self._uses[key] += 1
-        eager = self.capture_problem or profile is not plan.profiles[0] or self._uses[key] <= EAGER_RUNS
-        if eager or not self._run_as_graph(key, plan, profile, memory, arrays):
-            self._run(self._contexts[memory.capacity, profile.index], memory, arrays)
+        eager = self.capture_problem or profile is not graph.profiles[0] or self._uses[key] <= EAGER_RUNS
+        if eager or not self._run_captured(key, graph, profile, memory, arrays):
+            self._run(self._contexts[graph, profile], memory, arrays)
         self.stream.synchronize()
 
-    def _run(self, context: Context, memory: BatchMemory, arrays: StepArrays) -> None:
+    def _run(self, context: GraphContext, memory: BatchMemory, arrays: StepArrays) -> None:
         caches = {cache_output_name(name): memory.caches.address(name) for name in memory.caches.names}
         addresses = {**arrays.addresses, **memory.addresses(), **caches}  # caches are updated in place
-        context.bind(
-            (memory.number, arrays.shape, arrays.addresses["target_ids"]), self._shapes(arrays.shape), addresses
-        )
+        context.bind((memory.number, arrays.shape, arrays.addresses["target_ids"]), vars(arrays.shape), addresses)
         self._submit(context, arrays)
 
-    def _submit(self, context: Context, arrays: StepArrays) -> None:
+    def _submit(self, context: GraphContext, arrays: StepArrays) -> None:
         self.stream.to_device(arrays.addresses["target_ids"], arrays.inputs)
         context.enqueue(self.stream)
         self.stream.to_host(arrays.best, arrays.addresses["top_log_probs"])
 
-    def _run_as_graph(
-        self, key: tuple[int, int, int], plan: Plan, profile: Profile, memory: BatchMemory, arrays: StepArrays
+    def _run_captured(
+        self, key: tuple[int, int, int], graph: CompiledGraph, profile: Profile, memory: BatchMemory, arrays: StepArrays
     ) -> bool:
         """Run a step as a graph, at first on a context of its own alone; False if that cannot be: nothing has run."""
         captured = self._captured.get(key)
         try:
             if captured is None:
-                context = plan.context(profile, self.stream, self._workspace)
+                context = graph.context(profile, self.stream, self._workspace)
             elif captured.graph is None:
                 captured.graph = self.stream.capture(functools.partial(self._submit, captured.context, arrays))
         except BackendUnavailable as problem:
@@ -333,21 +276,6 @@ class Worker:
         if len(self._captured) > MOST_GRAPHS:
             self.stream.synchronize()
             self._captured.popitem(last=False)[1].close()
-
-    def _shapes(self, shape: StepShape) -> dict[str, tuple[int, ...]]:
-        rows = self.engine.rows
-        batch, query, source, capacity = shape.batch, shape.query, shape.source, shape.capacity
-        cache = (batch, rows.heads, capacity, rows.head_size)
-        cross = (batch, rows.heads, source, rows.head_size)
-        return {
-            "target_ids": (batch, query),
-            "positions": (batch, query),
-            "write_index": (batch,),
-            "self_mask": (batch, 1, query, capacity),
-            "source_mask": (batch, source),
-            **dict.fromkeys(self_cache_names(self.engine.dimensions), cache),
-            **dict.fromkeys(cross_names(self.engine.dimensions), cross),
-        }
 
     def fetch(self, arrays: Mapping[int, NDArray[Any]]) -> None:
         """Copy from addresses on the device to arrays in pinned memory, now."""

@@ -6,29 +6,19 @@ Shapes are rounded up to a few, the rows added being inert, so that a shape that
 
 from __future__ import annotations
 
-import weakref
 from contextlib import ExitStack
 from dataclasses import replace
 
 from tfm_export.bundle import Bundle, Limits
 from tfm_export.engines import ENCODER_PLAN, ENGINES, EngineRecord, check_runs_here, read_engine, step_plan
-from tfm_export.errors import BackendUnavailable, RequestError
-from tfm_export.graph import (
-    TensorSpec,
-    decoder_step_inputs,
-    decoder_step_outputs,
-    encoder_inputs,
-    encoder_outputs,
-)
-from tfm_export.runtime import cuda
-from tfm_export.runtime.checks import check_encode
-from tfm_export.runtime.cuda import Gpu, when_not_capturing
-from tfm_export.runtime.device_memory import RowShape
-from tfm_export.runtime.device_sentences import REFILL_AT, DeviceSentences
-from tfm_export.runtime.device_worker import CLOSED, Engine
-from tfm_export.runtime.step_model import Capabilities, Ids, Mask, StepModel
-from tfm_export.runtime.tensorrt_plans import Library, Plan, RuntimeCacheFile
-from tfm_export.runtime.thread_workers import MOST_WORKERS, Workers
+from tfm_export.errors import BackendUnavailable
+from tfm_export.graph import TensorSpec, decoder_step_inputs, decoder_step_outputs, encoder_inputs, encoder_outputs
+from tfm_export.runtime.gpu import cuda
+from tfm_export.runtime.gpu.compiled_graphs import DeviceGraphs
+from tfm_export.runtime.gpu.cuda import Gpu
+from tfm_export.runtime.gpu.device_memory import RowShape
+from tfm_export.runtime.gpu.device_model import MOST_WORKERS, DeviceModel
+from tfm_export.runtime.gpu.tensorrt_plans import Library, Plan, RuntimeCacheFile
 
 
 def check_engine(bundle: Bundle, engine: str, device: int = 0) -> EngineRecord:
@@ -49,15 +39,11 @@ def check_engine(bundle: Bundle, engine: str, device: int = 0) -> EngineRecord:
     return record
 
 
-class TensorRTModel(StepModel):
+class TensorRTModel(DeviceModel):
     """An engine of a bundle, loaded; the `StepModel` of TensorRT. Safe to use from several threads.
 
     Attributes:
         record: what is known of the engine.
-        dimensions: the sizes that the graphs show.
-        limits: the longest sequences.
-        capabilities: what it gives.
-        max_batch_size: the most sentences at once.
     """
 
     def __init__(self, bundle: Bundle, engine: str, device: int = 0, *, workers: int = MOST_WORKERS) -> None:
@@ -75,36 +61,16 @@ class TensorRTModel(StepModel):
             RequestError: workers is less than 1.
         """
         self.record = check_engine(bundle, engine, device)
-        self.capabilities = Capabilities(refill_at=REFILL_AT)
         try:
-            loaded = _load(bundle, self.record, Library(self.record.flavor), cuda.open_gpu(device))
-            self._workers = Workers(loaded, workers)
+            super().__init__(_load(bundle, self.record, Library(self.record.flavor), cuda.open_gpu(device)), workers)
         except cuda.OutOfDeviceMemory as problem:
             raise BackendUnavailable(
                 [f"the engine {engine} does not fit: {p}" for p in problem.problems],
                 "a smaller engine (tfm-export trt --max-batch-size, --capacity), or end what else uses the GPU",
             ) from problem
-        self.dimensions, self.limits, self.max_batch_size = loaded.dimensions, loaded.limits, loaded.max_batch_size
-        self._close = weakref.finalize(self, when_not_capturing, self._workers.close)
-
-    @property
-    def capture_problem(self) -> str | None:
-        """Why steps do not run as CUDA graphs captured here; None if they do."""
-        return self._workers.capture_problem
-
-    def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> DeviceSentences:
-        """Run the encoder on a padded batch and set up its caches; see `StepModel.encode`."""
-        if not self._close.alive:
-            raise RequestError(*CLOSED)
-        check_encode(source_ids, source_mask, capacity, dimensions=self.dimensions, limits=self.limits)
-        return DeviceSentences(self._workers.of_this_thread(), source_ids, source_mask, capacity)
-
-    def close(self) -> None:
-        """Free what is on the GPU; what batches still need goes with the last of them."""
-        self._close()
 
 
-def _load(bundle: Bundle, record: EngineRecord, library: Library, gpu: Gpu) -> Engine:
+def _load(bundle: Bundle, record: EngineRecord, library: Library, gpu: Gpu) -> DeviceGraphs:
     """Load every plan of an engine."""
     dimensions, limits, kind = bundle.manifest.dimensions, bundle.manifest.limits, record.float_type
     padded = replace(dimensions, head_size=record.head_size_padded)
@@ -118,15 +84,14 @@ def _load(bundle: Bundle, record: EngineRecord, library: Library, gpu: Gpu) -> E
             undo.callback(plan.close)
             return plan
 
-        engine = Engine(
+        encoder = load(ENCODER_PLAN, encoder_inputs(), encoder_outputs(padded, kind))
+        inputs, outputs = decoder_step_inputs(padded, kind), decoder_step_outputs(padded, kind)
+        steps = {capacity: load(step_plan(capacity), inputs, outputs, capacity) for capacity in record.capacities}
+        graphs = DeviceGraphs(
             gpu=gpu,
-            encoder=load(ENCODER_PLAN, encoder_inputs(), encoder_outputs(padded, kind)),
-            steps={
-                capacity: load(
-                    step_plan(capacity), decoder_step_inputs(padded, kind), decoder_step_outputs(padded, kind), capacity
-                )
-                for capacity in record.capacities
-            },
+            encoder=encoder,
+            steps=steps,
+            step_queries=max(plan.profiles[0].query for plan in steps.values()),
             dimensions=dimensions,
             limits=Limits(
                 max_source_length=min(limits.max_source_length, record.max_source_length),
@@ -136,4 +101,4 @@ def _load(bundle: Bundle, record: EngineRecord, library: Library, gpu: Gpu) -> E
             float_type=kind,
         )
         undo.pop_all()
-    return engine
+    return graphs

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from tfm_export.errors import BackendUnavailable, BundleError
 from tfm_export.extras import require, require_onnxruntime
 from tfm_export.graph import TensorSpec
-from tfm_export.runtime import cuda
-from tfm_export.runtime.onnx_runtime import check_form, session_options
+from tfm_export.runtime.gpu import cuda
+from tfm_export.runtime.onnx_sessions import check_form, session_options
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -109,7 +109,7 @@ def load_cuda_session(
     Args:
         path: the graph.
         inputs: as the table says.
-        outputs: likewise.
+        outputs: as the table says.
         device: the number of the GPU.
         threads: for what little is computed on the CPU.
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.emulation import Machine, emulated_gpu
-from tests.runtime.device_checks import BLOCKS, check_block
-from tfm_export.runtime import cuda, device_memory
-from tfm_export.runtime.cuda import OutOfDeviceMemory, Stream
-from tfm_export.runtime.device_memory import BatchMemory, Lease, MemoryPool, RowShape, bucket
+from tests.runtime.gpu.device_checks import BLOCKS, check_block
+from tfm_export.runtime.gpu import cuda, device_memory
+from tfm_export.runtime.gpu.cuda import OutOfDeviceMemory, Stream
+from tfm_export.runtime.gpu.device_memory import BatchMemory, Lease, MemoryPool, RowShape, bucket
 
 NAMES = ("self_key_0", "self_value_0"), ("cross_key_0",)
 SHAPE = RowShape(heads=2, head_size=4, item_bytes=4)

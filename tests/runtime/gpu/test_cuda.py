@@ -17,12 +17,12 @@ import pytest
 from tests.conftest import gpu_problem
 from tests.emulation import EmulationError, Machine, emulated_gpu
 from tests.emulation.cudart import Cudart, Error, cudart_module
-from tests.runtime.device_checks import check_boxes, check_copies, check_graphs
+from tests.runtime.gpu.device_checks import check_boxes, check_copies, check_graphs
 from tfm_export.errors import BackendUnavailable
-from tfm_export.runtime import cuda
-from tfm_export.runtime.cuda import Box, CudaError, Device, Gpu, OutOfDeviceMemory, Stream
+from tfm_export.runtime.gpu import cuda
+from tfm_export.runtime.gpu.cuda import Box, CudaError, Device, Gpu, OutOfDeviceMemory, Stream
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEVICE = Device(index=0, name="a GPU", compute_capability="8.9", memory_bytes=1 << 30)
 
 
@@ -202,7 +202,7 @@ def cudart() -> Any:
 
 def names_in_use() -> set[str]:
     """Every name of CUDA that the runtime uses, as attributes or as the name of a call that frees something."""
-    tree = ast.parse((ROOT / "tfm_export/runtime/cuda.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "tfm_export/runtime/gpu/cuda.py").read_text(encoding="utf-8"))
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return {name for name in attributes | strings if re.fullmatch(r"(make_)?cuda[A-Z]\w*", name)}
@@ -254,7 +254,7 @@ CALLS: dict[str, Callable[[Gpu, Stream], object]] = {
     "wait_for": lambda _, stream: stream.wait_for(stream),
     "synchronize": lambda _, stream: stream.synchronize(),
     "capture": lambda _, stream: stream.capture(lambda: None),
-    "launch": lambda _, stream: stream.launch(0),
+    "launch": lambda _, stream: cuda.Graph(stream, stream._cudart, 0).launch(),
     "cudaMalloc": lambda gpu, _: gpu.call(gpu._cudart.cudaMalloc(8)),
     "cudaHostAlloc": lambda gpu, _: gpu.call(gpu._cudart.cudaHostAlloc(8, gpu._cudart.cudaHostAllocDefault)),
     "cudaEventRecord": lambda gpu, _: gpu.call(gpu._cudart.cudaEventRecord(gpu._cudart.cudaEvent_t(1), 0)),

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from tfm_export.graph import Dimensions
-from tfm_export.runtime.host_memory import LARGEST, HostMemory, Pool
+from tfm_export.runtime.cpu.host_memory import LARGEST, HostMemory, HostPool
 
 DIMENSIONS = Dimensions(
     source_vocabulary_size=9, target_vocabulary_size=9, decoder_layers=2, heads=3, head_size=5, candidates=4
 )
 
 
-def taken(pool: Pool, nbytes: int) -> np.ndarray:
+def taken(pool: HostPool, nbytes: int) -> np.ndarray:
     return pool.array((nbytes,), "uint8")
 
 
 def test_memory_comes_back_with_the_last_array_that_shows_it() -> None:
-    pool = Pool()
+    pool = HostPool()
     first = pool.array((5, 5, 10), "float32")
     view = first.view(np.uint8).transpose(2, 0, 1)[3:]
     inner = first[1:].reshape(-1)[3:]
@@ -39,7 +39,7 @@ def test_memory_comes_back_with_the_last_array_that_shows_it() -> None:
 
 
 def test_the_smallest_piece_that_is_large_enough_is_taken() -> None:
-    pool = Pool()
+    pool = HostPool()
     lent = {nbytes: taken(pool, nbytes) for nbytes in (3000, 1000, 2000)}
     places = {nbytes: array.ctypes.data for nbytes, array in lent.items()}
     lent.clear()
@@ -48,7 +48,7 @@ def test_the_smallest_piece_that_is_large_enough_is_taken() -> None:
 
 
 def test_pieces_are_never_more_than_were_in_use_at_once() -> None:
-    pool = Pool()
+    pool = HostPool()
     for nbytes in range(1000, 20_000, 1000):
         one, two = taken(pool, nbytes), taken(pool, nbytes + 10)
         del one, two
@@ -57,7 +57,7 @@ def test_pieces_are_never_more_than_were_in_use_at_once() -> None:
 
 
 def test_a_small_batch_does_not_take_what_a_large_one_left() -> None:
-    pool = Pool()
+    pool = HostPool()
     large = [taken(pool, 100_000), taken(pool, 200_000)]
     places = {array.ctypes.data for array in large}
     del large
@@ -68,7 +68,7 @@ def test_a_small_batch_does_not_take_what_a_large_one_left() -> None:
 
 
 def test_a_closed_pool_keeps_nothing() -> None:
-    pool = Pool()
+    pool = HostPool()
     first, second = taken(pool, 1000), taken(pool, 1000)
     del first
     pool.close()
@@ -80,7 +80,7 @@ def test_a_closed_pool_keeps_nothing() -> None:
 
 
 def test_memory_that_is_not_there_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, asked = Pool(), []
+    pool, asked = HostPool(), []
 
     def refuse(*_: object, **__: object) -> None:
         asked.append(len(pool._idle))
@@ -94,11 +94,11 @@ def test_memory_that_is_not_there_is_a_memory_error(monkeypatch: pytest.MonkeyPa
         taken(pool, 20_000)
     assert asked == [2, 0]  # what is idle was freed before the second try
     with pytest.raises(MemoryError):
-        Pool().array((2**62,), "float32")
+        HostPool().array((2**62,), "float32")
 
 
 def test_threads_never_share_a_piece() -> None:
-    pool, wrong = Pool(), []
+    pool, wrong = HostPool(), []
 
     def work(number: int) -> None:
         draw = np.random.default_rng(number)
@@ -119,7 +119,7 @@ def test_threads_never_share_a_piece() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_process_that_is_forked_off_has_memory_of_its_own() -> None:
-    array = Pool().array((1000,), "float32")
+    array = HostPool().array((1000,), "float32")
     array[:] = 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn where there are other threads
@@ -132,7 +132,7 @@ def test_a_process_that_is_forked_off_has_memory_of_its_own() -> None:
 
 
 def test_every_batch_begins_with_zeros() -> None:
-    pools, mask = (Pool(), Pool()), np.ones((3, 4), np.bool_)
+    pools, mask = (HostPool(), HostPool()), np.ones((3, 4), np.bool_)
     for capacity in (7, 7, 3):
         memory = HostMemory(mask, capacity, DIMENSIONS, "float32", pools)
         arrays = [*memory.caches.values(), *memory.cross.values()]
@@ -144,7 +144,7 @@ def test_every_batch_begins_with_zeros() -> None:
 
 
 def test_a_batch_that_moves_takes_the_memory_of_one_cache_more() -> None:
-    pools, mask = (Pool(), Pool()), np.ones((3, 4), np.bool_)
+    pools, mask = (HostPool(), HostPool()), np.ones((3, 4), np.bool_)
     places = []
     for _ in range(3):
         memory = HostMemory(mask, 6, DIMENSIONS, "float32", pools)

@@ -28,9 +28,9 @@ from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.engines import ENGINES
 from tfm_export.errors import BackendUnavailable, BundleError, NumericError, RequestError
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime import device_memory, device_worker
-from tfm_export.runtime.device_sentences import DeviceSentences
-from tfm_export.runtime.tensorrt_model import TensorRTModel, check_engine
+from tfm_export.runtime.gpu import device_memory, device_worker
+from tfm_export.runtime.gpu.device_sentences import DeviceSentences
+from tfm_export.runtime.gpu.tensorrt_model import TensorRTModel, check_engine
 from tfm_export.verify.steps import compare_steps
 
 SOURCES = [[5, 7, 9, 11, 2], [4, 2], [8, 8, 10, 2], [30, 29, 28, 27, 26, 25, 24, 2]]
@@ -221,7 +221,7 @@ def test_the_engines_limits_are_the_models(bundle: Bundle, machine: Machine) -> 
 
 def test_batches_are_no_larger_than_the_engines(model: TensorRTModel) -> None:
     assert model.max_batch_size == 8
-    message = r"batches of up to 8 sentences, found 9\nTry: max_batch_size=8 .*--max-batch-size 9"
+    message = r"a batch may have 8 sentences on this GPU, found 9\nTry: max_batch_size=8 .*--max-batch-size 9"
     with pytest.raises(RequestError, match=message):
         model.encode(*padded([[4, 2]] * 9), capacity=4)
     sentences = model.encode(*padded([[4, 2]] * 5), capacity=4)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tfm_export.runtime.cuda import ALIGNMENT, Box, Gpu, OutOfDeviceMemory, Stream
+from tfm_export.runtime.gpu.cuda import ALIGNMENT, Box, Gpu, OutOfDeviceMemory, Stream
 
 # Idle memory is kept for the next batch of its size up to this part of the GPU's, and two pieces of it in any case:
 # a batch that grows, and what it grows into.
@@ -39,7 +39,7 @@ class RowShape:
 
     Attributes:
         heads: H.
-        head_size: D, as the plan has it.
+        head_size: D, as the compiled graph has it.
         item_bytes: of a number.
     """
 

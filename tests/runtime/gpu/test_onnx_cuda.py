@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +24,11 @@ from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.errors import BackendUnavailable, BundleError, NumericError, RequestError
 from tfm_export.graph import DECODER_STEP, DECODER_STEP_ATTENTION, ENCODER
-from tfm_export.runtime import cuda_provider, onnx_cuda
-from tfm_export.runtime.cuda_provider import check_cuda_provider
-from tfm_export.runtime.device_worker import Worker
-from tfm_export.runtime.onnx_cuda import OnnxCudaModel
+from tfm_export.runtime.backends import attending_on_cpu
+from tfm_export.runtime.gpu import cuda_provider, onnx_cuda
+from tfm_export.runtime.gpu.cuda_provider import check_cuda_provider
+from tfm_export.runtime.gpu.device_worker import Worker
+from tfm_export.runtime.gpu.onnx_cuda import OnnxCudaModel
 from tfm_export.runtime.torch_model import TorchModel
 
 SOURCES = [[5, 7, 9, 11, 2], [4, 2], [8, 8, 10, 2]]
@@ -34,7 +36,7 @@ SOURCES = [[5, 7, 9, 11, 2], [4, 2], [8, 8, 10, 2]]
 
 def load(bundle: Bundle, machine: Machine | None = None, provider: Provider | None = None, **options: Any) -> Any:
     with emulated_provider(machine, provider):
-        return OnnxCudaModel(bundle, **options)
+        return OnnxCudaModel(bundle, attending=partial(attending_on_cpu, bundle, "fp32"), **options)
 
 
 def test_a_batch_that_grows_and_changes_on_the_second_gpu_leaves_nothing(backends: Backends) -> None:
@@ -83,12 +85,12 @@ def test_more_rows_than_memory_was_made_for_are_refused(backends: Backends, monk
     monkeypatch.setattr(onnx_cuda, "MOST_ROWS", 2)
     model = load(backends.bundle)
     assert model.encode(*padded(SOURCES[:2]), capacity=4).size == 2
-    with pytest.raises(RequestError, match="a batch may have 2 sentences on a GPU, found 3"):
+    with pytest.raises(RequestError, match="a batch may have 2 sentences on this GPU, found 3"):
         model.encode(*padded(SOURCES), capacity=4)
 
 
 def test_attention_comes_from_the_cpu(backends: Backends) -> None:
-    slow = backends.onnx_cuda.with_attention()
+    slow = load(backends.bundle).with_attention()
     exact = TorchModel(backends.exact.model, limits=LIMITS, attention_layer=ATTENTION_LAYER)
     options = DecodeOptions(max_decoding_length=6, return_attention=True)
     special = backends.bundle.manifest.special_ids
@@ -242,25 +244,25 @@ def test_what_the_preloading_prints_is_logged(
 # The emulation is strict: a runtime that is broken in one of these ways does not get through.
 
 
-def bind_elsewhere(binding: Any, key: object, shapes: Any, addresses: dict[str, int]) -> None:
+def bind_elsewhere(binding: Any, key: object, sizes: Any, addresses: dict[str, int]) -> None:
     other = {name: address + 256 if name.endswith("_out") else address for name, address in addresses.items()}
-    BIND(binding, key, shapes, other)
+    BIND(binding, key, sizes, other)
 
 
-def bind_freed(binding: Any, key: object, shapes: Any, addresses: dict[str, int]) -> None:
-    BIND(binding, key, shapes, dict.fromkeys(addresses, 0x1234))
+def bind_freed(binding: Any, key: object, sizes: Any, addresses: dict[str, int]) -> None:
+    BIND(binding, key, sizes, dict.fromkeys(addresses, 0x1234))
 
 
 def run_at_once(binding: Any, stream: Any) -> None:  # noqa: ARG001 (without waiting for the copies on the stream)
     binding._session.run_with_iobinding(binding._binding)
 
 
-def bind_once(binding: Any, key: object, shapes: Any, addresses: dict[str, int]) -> None:
+def bind_once(binding: Any, key: object, sizes: Any, addresses: dict[str, int]) -> None:
     if binding._binding is None:
-        BIND(binding, key, shapes, addresses)
+        BIND(binding, key, sizes, addresses)
 
 
-BIND = onnx_cuda._Binding.bind
+BIND = onnx_cuda.SessionContext.bind
 MUTATIONS: dict[str, tuple[str, Callable[..., None], str]] = {
     "caches out of place": ("bind", bind_elsewhere, "not updated in place|not in one piece"),
     "memory that is none": ("bind", bind_freed, "not in one piece of device memory"),
@@ -273,7 +275,7 @@ MUTATIONS: dict[str, tuple[str, Callable[..., None], str]] = {
 def test_a_broken_runtime_is_caught(backends: Backends, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     method, mutant, message = MUTATIONS[name]
     model = load(backends.bundle)
-    monkeypatch.setattr(onnx_cuda._Binding, method, mutant)
+    monkeypatch.setattr(onnx_cuda.SessionContext, method, mutant)
 
     def decode() -> None:
         batch = Batch(model, backends.exact, SOURCES, capacity=3)

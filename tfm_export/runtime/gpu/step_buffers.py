@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tfm_export.bundle import Limits
 from tfm_export.graph import Dimensions
-from tfm_export.runtime.cuda import ALIGNMENT, Gpu
+from tfm_export.runtime.gpu.cuda import ALIGNMENT, Gpu
 from tfm_export.runtime.step_model import Floats, Ids, Mask
 
 Array = NDArray[Any]
@@ -24,13 +24,13 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class StepShape:
-    """The shapes of a step as a plan sees it.
+    """The sizes of a step's axes, by their names in the graph's table.
 
     Attributes:
         batch: rows, inert ones included.
         query: Q.
         source: source tokens, those of padding included.
-        capacity: C of the plan.
+        capacity: C of the compiled graph.
     """
 
     batch: int

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfm_export.runtime import cpu
-from tfm_export.runtime.cpu import CpuFeatures, cpu_features
+from tfm_export.runtime.cpu import processor
+from tfm_export.runtime.cpu.processor import CpuFeatures, cpu_features
 
 INTEL = """processor\t: {number}
 model name\t: Intel(R) Xeon(R) Processor: a strange name
@@ -77,9 +77,9 @@ def test_a_processor_that_does_not_tell_is_taken_for_a_plain_one(
 
 def test_without_proc_numpy_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "AMD64")
-    monkeypatch.setattr(cpu, "_numpy_features", lambda: {"AVX2", "FMA3", "AVX512F", "AVX512VNNI", "SSE"})
+    monkeypatch.setattr(processor, "_numpy_features", lambda: {"AVX2", "FMA3", "AVX512F", "AVX512VNNI", "SSE"})
     assert cpu_features(tmp_path).instruction_sets == ("avx2", "fma", "avx512", "vnni")
-    monkeypatch.setattr(cpu, "_numpy_features", set)
+    monkeypatch.setattr(processor, "_numpy_features", set)
     assert cpu_features(tmp_path).saturates
 
 

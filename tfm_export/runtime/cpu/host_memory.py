@@ -30,7 +30,7 @@ LARGEST = 16
 _OF_THIS_PROCESS = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 
 
-class Pool:
+class HostPool:
     """Memory that batches have left, for those that come after them.
 
     Memory that is new to a process costs a page fault every 4 kB, up to a tenth of the time that decoding takes. There
@@ -96,6 +96,7 @@ class HostMemory:
     """Rows of sentences. Everything is finite from the start: masked slots are multiplied by 0, and 0 * NaN is NaN.
 
     Attributes:
+        dimensions: the model's.
         size: B, rows in use.
         capacity: C, slots of each row.
         source_mask: [R, S].
@@ -110,7 +111,7 @@ class HostMemory:
         capacity: int,
         dimensions: Dimensions,
         float_type: str,
-        pools: tuple[Pool, Pool] | None = None,
+        pools: tuple[HostPool, HostPool] | None = None,
     ) -> None:
         """Make room for a batch.
 
@@ -121,9 +122,10 @@ class HostMemory:
             float_type: of the caches.
             pools: where the memory of caches comes from and goes back to, and that of the rest.
         """
+        self.dimensions = dimensions
         rows, source = source_mask.shape
         heads, head_size = dimensions.heads, dimensions.head_size
-        self._cache_pool, self._cross_pool = pools or (Pool(), Pool())
+        self._cache_pool, self._cross_pool = pools or (HostPool(), HostPool())
         self._float_type = float_type
         self.size: int = rows
         self.capacity, self.written = capacity, 0
@@ -137,11 +139,6 @@ class HostMemory:
     def rows(self) -> int:
         """R: rows allocated."""
         return len(self.source_mask)
-
-    @property
-    def bytes(self) -> int:
-        """What caches and cross-attention keys and values take."""
-        return sum(array.nbytes for array in (*self.caches.values(), *self.cross.values()))
 
     def in_use(self) -> dict[str, Array]:
         """The first B rows of every array, by graph input name."""
@@ -248,7 +245,7 @@ class HostMemory:
             mask[: self.size, :longest] = self.source_mask[: self.size]
             self.source_mask = mask
 
-    def _resize(self, arrays: dict[str, Array], pool: Pool, rows: int, length: int, keep: int) -> None:
+    def _resize(self, arrays: dict[str, Array], pool: HostPool, rows: int, length: int, keep: int) -> None:
         """Give arrays that many rows and that length (axis 2): zeros but for the rows in use, of which `keep` stay."""
         for name in arrays:
             old = arrays[name][: self.size, :, :keep]
@@ -257,7 +254,7 @@ class HostMemory:
             arrays[name] = new
             del old
 
-    def _zeros(self, pool: Pool, shape: tuple[int, ...]) -> Array:
+    def _zeros(self, pool: HostPool, shape: tuple[int, ...]) -> Array:
         array = pool.array(shape, self._float_type)
         array.fill(0)
         return array

@@ -9,25 +9,25 @@ from __future__ import annotations
 import functools
 import logging
 import mmap
-import os
 import re
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tfm_export.bundle import write_bytes
 from tfm_export.errors import BackendUnavailable, BundleError
 from tfm_export.extras import require
 from tfm_export.graph import TensorSpec, cache_output_name
-from tfm_export.runtime.cuda import Device, DeviceBuffer, Stream, driver_release, driver_version
+from tfm_export.runtime.gpu.compiled_graphs import CompiledGraph, GraphContext, Profile
+from tfm_export.runtime.gpu.cuda import Device, DeviceBuffer, Stream, driver_release, driver_version
 
 LOG = logging.getLogger(__name__)
 MODULES = {"tensorrt": ("tensorrt", "trt"), "rtx": ("tensorrt_rtx", "rtx")}
 _TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "BOOL": "bool"}
 CACHE_FOLDER = "runtime_cache"
+CAPTURES_ITSELF = "TensorRT-RTX does so by itself, once its kernels are ready"
 
 
 class Library:
@@ -54,11 +54,6 @@ class Library:
     def compiles(self) -> bool:
         """Whether kernels are compiled when a plan is loaded, and later for new shapes."""
         return self.flavor == "rtx"
-
-    @property
-    def capture_problem(self) -> str | None:
-        """Why steps are not to be captured as CUDA graphs; None where they are."""
-        return "TensorRT-RTX does so by itself, once its kernels are ready" if self.compiles else None
 
     def failure(self, what: str) -> BackendUnavailable:
         """The error to raise when a call of TensorRT did not do its work; with what it logged."""
@@ -114,31 +109,8 @@ def _log(module: Any) -> Any:
     return Log()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Profile:
-    """The largest shapes that a context with this profile takes.
-
-    Attributes:
-        index: its number in the plan.
-        batch: rows.
-        source: source tokens.
-        query: target tokens; 0 in an encoder.
-    """
-
-    index: int
-    batch: int
-    source: int
-    query: int
-
-
-class Plan:
-    """A plan, loaded, of which every input and output is as the graph's table says.
-
-    Attributes:
-        library: that it belongs to.
-        profiles: by the number of target tokens they take, the fewest first.
-        workspace_bytes: what its contexts need for themselves.
-    """
+class Plan(CompiledGraph):
+    """A plan, loaded, of which every input and output is as the graph's table says."""
 
     def __init__(
         self,
@@ -156,7 +128,7 @@ class Plan:
             library: that it was built with.
             path: the file.
             inputs: as the graph's table says.
-            outputs: likewise.
+            outputs: as the graph's table says.
             capacity: C, which is fixed in a plan.
             cache: where RTX keeps what it compiles; None for the others.
 
@@ -164,7 +136,9 @@ class Plan:
             BackendUnavailable: TensorRT does not take it.
             BundleError: it is not of the expected form.
         """
-        self.library, self.path, self._cache_file, self._lock = library, path, cache, threading.Lock()
+        self._library, self._path, self._cache_file, self._lock = library, path, cache, threading.Lock()
+        self._inputs = inputs
+        self.capture_problem = CAPTURES_ITSELF if library.compiles else None
         self._config = self._cache = None
         self._engine = library.deserialize(path)
         sizes: dict[str, int] = {} if capacity is None else {"capacity": capacity}
@@ -211,39 +185,30 @@ class Plan:
 
     def _runtime_config(self) -> tuple[Any, Any]:
         """How contexts are made: on memory that they are given; on RTX with what it compiled before."""
-        trt = self.library.module
+        trt = self._library.module
         config, cache = self._engine.create_runtime_config(), None
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-        if self.library.compiles:
+        if self._library.compiles:
             config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
             cache = config.create_runtime_cache()
             if self._cache_file is not None:
                 self._cache_file.load(cache)
             if not config.set_runtime_cache(cache):
-                raise self.library.failure("use a runtime cache")
+                raise self._library.failure("use a runtime cache")
         return config, cache
 
-    def context(self, profile: Profile, stream: Stream, workspace: DeviceBuffer) -> Context:
-        """A new context.
-
-        Args:
-            profile: one of the plan's.
-            stream: what it will run on.
-            workspace: memory that all contexts on this stream may share.
-
-        Raises:
-            BackendUnavailable: TensorRT cannot make it.
-        """
-        self.library.failure("")  # forget what others said
+    def context(self, profile: Profile, stream: Stream, workspace: DeviceBuffer) -> PlanContext:
+        """A new context; see `CompiledGraph.context`."""
+        self._library.failure("")  # forget what others said
         with self._lock:  # TensorRT's objects are not safe to use from several threads
             context = self._engine.create_execution_context(self._config)
         if context is None:
-            raise self.library.failure(f"make a context of {self.path}")
+            raise self._library.failure(f"make a context of {self._path}")
         context.set_device_memory(workspace.address, workspace.nbytes)
         if not context.set_optimization_profile_async(profile.index, stream.handle):
-            raise self.library.failure(f"select profile {profile.index} of {self.path}")
+            raise self._library.failure(f"select profile {profile.index} of {self._path}")
         stream.synchronize()
-        return Context(self.library, context, f"{self.path}, profile {profile.index}")
+        return PlanContext(self._library, context, self._inputs, f"{self._path}, profile {profile.index}")
 
     def save_cache(self) -> None:
         """Keep what RTX has compiled so far, for the next process."""
@@ -255,41 +220,29 @@ class Plan:
         self._config = self._cache = self._engine = None
 
 
-class Context:
-    """An execution context. Not to be used by two threads at once."""
+class PlanContext(GraphContext):
+    """An execution context of a plan. Not to be used by two threads at once."""
 
-    def __init__(self, library: Library, context: Any, name: str) -> None:
-        self._library, self._context, self._name = library, context, name
+    def __init__(self, library: Library, context: Any, inputs: Sequence[TensorSpec], name: str) -> None:
+        self._library, self._context, self._inputs, self._name = library, context, inputs, name
         self._bound: object = None
 
-    def bind(self, key: object, shapes: Mapping[str, Sequence[int]], addresses: Mapping[str, int]) -> None:
-        """Set shapes and addresses, unless they are set already.
-
-        Args:
-            key: tells these shapes and addresses from all others.
-            shapes: of every input.
-            addresses: of every input and output.
-
-        Raises:
-            BackendUnavailable: TensorRT takes one of them not.
-        """
+    def bind(self, key: object, sizes: Mapping[str, int], addresses: Mapping[str, int]) -> None:
+        """Set shapes and addresses, unless they are set already; see `GraphContext.bind`."""
         if key == self._bound:
             return
         self._bound = None
-        for name, shape in shapes.items():
-            if not self._context.set_input_shape(name, tuple(shape)):
-                raise self._library.failure(f"take {name} {list(shape)} in {self._name}")
+        for spec in self._inputs:
+            shape = spec.shape(sizes)
+            if not self._context.set_input_shape(spec.name, shape):
+                raise self._library.failure(f"take {spec.name} {list(shape)} in {self._name}")
         for name, address in addresses.items():
             if not self._context.set_tensor_address(name, address):
                 raise self._library.failure(f"take the address of {name} in {self._name}")
         self._bound = key
 
     def enqueue(self, stream: Stream) -> None:
-        """Put its work on the stream.
-
-        Raises:
-            BackendUnavailable: TensorRT could not.
-        """
+        """Put its work on the stream."""
         if not self._context.execute_async_v3(stream.handle):
             raise self._library.failure(f"run {self._name}")
 
@@ -331,15 +284,7 @@ class RuntimeCacheFile:
             return
         try:
             self.path.parent.mkdir(exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(content)
-                os.chmod(temporary, 0o644)
-                os.replace(temporary, self.path)
-            except BaseException:
-                Path(temporary).unlink(missing_ok=True)
-                raise
+            write_bytes(self.path, content)
         except OSError as problem:
             LOG.info("what TensorRT-RTX compiled is not kept for the next start: %s", problem)
         self._known = content

@@ -15,13 +15,13 @@ from tests.emulation.scenario import run_scenario
 from tests.runtime.conftest import Backends
 from tests.runtime.drive import FLOOR
 from tfm_export.errors import NumericError
-from tfm_export.runtime import cuda, device_memory, device_worker, step_buffers
-from tfm_export.runtime.cuda import DeviceBuffer, Gpu, Stream
-from tfm_export.runtime.device_memory import BatchMemory, MemoryPool, TensorBlock
-from tfm_export.runtime.device_sentences import DeviceSentences
-from tfm_export.runtime.device_worker import Worker
-from tfm_export.runtime.step_buffers import Buffers, Layout, StepArrays
-from tfm_export.runtime.tensorrt_plans import Context, Plan
+from tfm_export.runtime.gpu import cuda, device_memory, device_worker, step_buffers
+from tfm_export.runtime.gpu.cuda import DeviceBuffer, Gpu, Stream
+from tfm_export.runtime.gpu.device_memory import BatchMemory, MemoryPool, TensorBlock
+from tfm_export.runtime.gpu.device_sentences import DeviceSentences
+from tfm_export.runtime.gpu.device_worker import Worker
+from tfm_export.runtime.gpu.step_buffers import Buffers, Layout, StepArrays
+from tfm_export.runtime.gpu.tensorrt_plans import Plan, PlanContext
 
 Patch = pytest.MonkeyPatch
 
@@ -42,13 +42,13 @@ def memory_that_is_not_zeroed(patch: Patch) -> None:
 
 
 def caches_that_are_not_updated_in_place(patch: Patch) -> None:
-    bind = Context.bind
+    bind = PlanContext.bind
 
-    def elsewhere(self: Context, key: object, shapes: Any, addresses: dict[str, int]) -> None:
+    def elsewhere(self: PlanContext, key: object, sizes: Any, addresses: dict[str, int]) -> None:
         moved = {name: addresses["self_key_0"] if name.endswith("_out") else a for name, a in addresses.items()}
-        bind(self, key, shapes, moved)
+        bind(self, key, sizes, moved)
 
-    patch.setattr(Context, "bind", elsewhere)
+    patch.setattr(PlanContext, "bind", elsewhere)
 
 
 def inputs_that_nobody_checks(patch: Patch) -> None:
@@ -95,7 +95,7 @@ def memory_given_away_too_early(patch: Patch) -> None:
 
     def and_free(self: Worker, ids: Any, mask: Any, memory: BatchMemory) -> None:
         encode(self, ids, mask, memory)
-        self.engine.gpu.release("cudaFree", memory.cross.address("cross_key_0"))
+        self.graphs.gpu.release("cudaFree", memory.cross.address("cross_key_0"))
 
     patch.setattr(Worker, "encode", and_free)
 
@@ -114,7 +114,7 @@ def idle_memory_freed_in_use(patch: Patch) -> None:
 
 
 def graphs_whose_contexts_are_used_otherwise(patch: Patch) -> None:
-    run = Worker._run_as_graph
+    run = Worker._run_captured
 
     def and_change(self: Worker, key: Any, plan: Any, profile: Any, memory: Any, arrays: StepArrays) -> bool:
         done = run(self, key, plan, profile, memory, arrays)
@@ -122,13 +122,13 @@ def graphs_whose_contexts_are_used_otherwise(patch: Patch) -> None:
             self._captured[key].context._context.set_tensor_address("positions", arrays.addresses["target_ids"])
         return done
 
-    patch.setattr(Worker, "_run_as_graph", and_change)
+    patch.setattr(Worker, "_run_captured", and_change)
 
 
 def graphs_captured_without_a_run_before(patch: Patch) -> None:
     run = Worker._run
 
-    def bound_alone(self: Worker, context: Context, memory: Any, arrays: StepArrays) -> None:
+    def bound_alone(self: Worker, context: PlanContext, memory: Any, arrays: StepArrays) -> None:
         with pytest.MonkeyPatch.context() as inner:
             if context not in self._contexts.values():
                 inner.setattr(Worker, "_submit", nothing)
@@ -142,7 +142,7 @@ def graphs_for_any_batch(patch: Patch) -> None:
 
 
 def shapes_that_no_profile_has(patch: Patch) -> None:
-    patch.setattr(device_worker.Engine, "max_source_length", 64)
+    patch.setattr(device_worker.DeviceGraphs, "max_source_length", 64)
     patch.setattr(device_worker, "SHORTEST_SOURCE", 64)
 
 

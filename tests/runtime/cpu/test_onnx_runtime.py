@@ -18,10 +18,10 @@ from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.errors import BundleError, RequestError
 from tfm_export.graph import DECODER_STEP, DECODER_STEP_ATTENTION, ENCODER
-from tfm_export.runtime.onnx_runtime import OnnxModel, OnnxSentences
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel, OnnxSentences
 from tfm_export.runtime.torch_model import TorchModel
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def arguments(sentences: OnnxSentences) -> list[np.ndarray]:

@@ -8,7 +8,6 @@ buffers that stay bound until a shape changes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ from tfm_export.graph import (
     DECODER_STEP,
     DECODER_STEP_ATTENTION,
     ENCODER,
-    Dimensions,
     TensorSpec,
     cache_output_name,
     decoder_step_inputs,
@@ -33,15 +31,15 @@ from tfm_export.graph import (
 )
 from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.checks import check_encode, check_finite, check_step_arrays, check_steps, step_problems
-from tfm_export.runtime.host_memory import HostMemory, Pool
-from tfm_export.runtime.step_model import Capabilities, Floats, Ids, Mask, Sentences, StepModel, StepOutput
+from tfm_export.runtime.cpu.host_memory import HostMemory, HostPool
+from tfm_export.runtime.onnx_sessions import check_form, session_options
+from tfm_export.runtime.step_model import Capabilities, Floats, Ids, Mask, Sentences, StepModel, StepOutput, Until
 from tfm_export.runtime.threads import threads_to_use
 
 if TYPE_CHECKING:
-    from onnxruntime import InferenceSession, IOBinding, SessionOptions
+    from onnxruntime import InferenceSession, IOBinding
 
 onnxruntime = require_onnxruntime()
-_ONNX_TYPES = {"float32": "float"}  # where ONNX Runtime's word for a type is another
 _BINDINGS = 8  # of different (Q, full) that a batch keeps: speculative steps have 1 to 8 queries
 
 
@@ -49,9 +47,6 @@ class OnnxModel(StepModel):
     """A bundle's ONNX graphs, loaded; the `StepModel` of the CPU. Safe to use from several threads.
 
     Attributes:
-        dimensions: the sizes that the graphs show.
-        limits: the longest sequences.
-        capabilities: what it gives.
         float_type: the dtype of caches and cross-attention keys and values.
     """
 
@@ -81,9 +76,9 @@ class OnnxModel(StepModel):
         """
         threads = threads_to_use(threads)
         folder = folder or bundle.variant_path(variant)
-        _check_kernels(bundle, variant)
+        check_kernels(bundle, variant)
         self.dimensions, self.limits = bundle.manifest.dimensions, bundle.manifest.limits
-        self._pools = Pool(), Pool()
+        self._pools = HostPool(), HostPool()
         self.capabilities = Capabilities(offers_attention=True, steps_greedily=True, packs=True, threads=threads)
         self.float_type, self._folder = PRECISIONS[variant].float_type, folder
         self._threads, self._exact = threads, exact
@@ -97,7 +92,7 @@ class OnnxModel(StepModel):
         return load_session(self._folder / name, inputs, outputs, self._threads, exact=self._exact)
 
     def with_attention(self) -> OnnxModel:
-        """The same model with steps that give attention; slower. The two share the encoder.
+        """A copy whose steps give attention; slower. The two share the encoder.
 
         Raises:
             RequestError: the bundle was exported without the graph for it, or the model is closed.
@@ -131,7 +126,7 @@ class OnnxModel(StepModel):
             _bind_output(binding, name, array)
         encoder.run_with_iobinding(binding)
         memory.zero_padding()
-        return OnnxSentences(decoder_step, memory, self.dimensions, self.limits, self.capabilities.gives_attention)
+        return OnnxSentences(decoder_step, memory, self.limits, self.capabilities.gives_attention)
 
     def close(self) -> None:
         """Let go of the sessions and of memory; what batches still need goes with the last of them."""
@@ -148,16 +143,8 @@ class OnnxSentences(Sentences):
         memory: the caches, and what the encoder gave.
     """
 
-    def __init__(
-        self,
-        session: InferenceSession,
-        memory: HostMemory,
-        dimensions: Dimensions,
-        limits: Limits,
-        attention: bool,
-    ) -> None:
-        self.session, self.memory, self._dimensions, self._limits = session, memory, dimensions, limits
-        self._attention = attention
+    def __init__(self, session: InferenceSession, memory: HostMemory, limits: Limits, attention: bool) -> None:
+        self.session, self.memory, self._limits, self._attention = session, memory, limits, attention
         self._bound: dict[tuple[int, bool], _BoundStep] = {}
 
     @property
@@ -181,14 +168,7 @@ class OnnxSentences(Sentences):
         return bound.output
 
     def step_greedily(
-        self,
-        target_ids: Ids,
-        positions: Ids,
-        write_index: Ids,
-        self_mask: Mask,
-        *,
-        steps: int,
-        until: Callable[[list[int]], bool],
+        self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, steps: int, until: Until
     ) -> tuple[Ids, Floats]:
         """Take several steps; see `Sentences.step_greedily`."""
         memory, bound = self.memory, self._filled(target_ids, positions, write_index, self_mask, full=False)
@@ -208,22 +188,18 @@ class OnnxSentences(Sentences):
 
     def _filled(self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, full: bool) -> _BoundStep:
         """A step that is ready to be run."""
-        memory = self.memory
-        check_step_arrays(target_ids, positions, write_index, self_mask, size=memory.size, capacity=memory.capacity)
+        memory, given = self.memory, (target_ids, positions, write_index, self_mask)
+        check_step_arrays(*given, size=memory.size, capacity=memory.capacity)
         query = target_ids.shape[1]
         bound = self._bound.get((query, full)) or self._bind(query, full)
-        if not bound.fill(target_ids, positions, write_index, self_mask):
-            raise RequestError(
-                step_problems(
-                    target_ids, positions, write_index, self_mask, dimensions=self._dimensions, limits=self._limits
-                )
-            )
+        if not bound.fill(*given):
+            raise RequestError(step_problems(*given, dimensions=memory.dimensions, limits=self._limits))
         return bound
 
     def _bind(self, query: int, full: bool) -> _BoundStep:
         if len(self._bound) == _BINDINGS:
             del self._bound[next(iter(self._bound))]
-        bound = _BoundStep(self.session, self.memory, self._dimensions, self._limits, query, full, self._attention)
+        bound = _BoundStep(self.session, self.memory, self._limits, query, full, self._attention)
         self._bound[query, full] = bound
         return bound
 
@@ -266,16 +242,9 @@ class _BoundStep:
     """
 
     def __init__(
-        self,
-        session: InferenceSession,
-        memory: HostMemory,
-        dimensions: Dimensions,
-        limits: Limits,
-        query: int,
-        full: bool,
-        attention: bool,
+        self, session: InferenceSession, memory: HostMemory, limits: Limits, query: int, full: bool, attention: bool
     ) -> None:
-        size = memory.size
+        size, dimensions = memory.size, memory.dimensions
         tokens = size * query
         integers = np.zeros(2 * tokens + size, np.int64)
         self._target_ids = integers[:tokens].reshape(size, query)
@@ -341,33 +310,22 @@ def _bind_output(binding: IOBinding, name: str, array: NDArray[Any]) -> None:
     binding.bind_ortvalue_output(name, onnxruntime.OrtValue.ortvalue_from_numpy(array))
 
 
-def session_options(threads: int, *, exact: bool = False) -> SessionOptions:
-    """How the graphs of a bundle are run; see `OnnxModel` for the arguments."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3  # errors; warnings are about the optimiser's own doings
-    # A plan of the memory is kept for every combination of shapes, and batches have new ones all the time.
-    options.enable_mem_pattern = False
-    # Two sessions have two thread pools: idle threads of one would spin on the CPUs that the other needs.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    # What MatMulNBits, made of DequantizeLinear and Gemm, multiplies weights of 8 and 4 bits with: activations rounded
-    # to 8 bits, a scale a block. Its level 1 takes them as they are, but dequantises all 8-bit weights at each call.
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
-    if exact:  # nothing is made of DequantizeLinear, so that of constants is computed once, when the graph loads
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
-    return options
+def check_kernels(bundle: Bundle, variant: str, *, or_gpu: bool = True) -> None:
+    """Make sure that the CPU provider can compute with a variant's numbers.
 
+    Args:
+        bundle: an open bundle.
+        variant: the precision.
+        or_gpu: whether a GPU would do, too.
 
-def _check_kernels(bundle: Bundle, variant: str) -> None:
-    """Refuse a variant of numbers that the CPU provider cannot compute with."""
+    Raises:
+        BackendUnavailable: it has no kernels for them.
+    """
     if PRECISIONS[variant].runs_on_cpu:
         return
     others = [name for name in bundle.manifest.variants if PRECISIONS[name].runs_on_cpu]
-    raise BackendUnavailable(
-        f"{variant} does not run on a CPU: ONNX Runtime has no {PRECISIONS[variant].float_type} kernels for it",
-        f"a GPU, or {' or '.join(others)} of this bundle" if others else "a GPU",
-    )
+    hints = ["a GPU"] * or_gpu + [f"another variant: {', '.join(others)}"] * bool(others)
+    raise BackendUnavailable(f"ONNX Runtime's CPU provider cannot run {variant}", ", or ".join(hints))
 
 
 def load_session(
@@ -387,27 +345,3 @@ def load_session(
         ) from problem
     check_form(session, path, inputs, outputs)
     return session
-
-
-def check_form(session: InferenceSession, path: Path, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> None:
-    """Compare a graph's inputs and outputs with the table.
-
-    Raises:
-        BundleError: naming all that differ.
-    """
-    problems = []
-    for what, expected, found in (
-        ("input", inputs, session.get_inputs()),
-        ("output", outputs, session.get_outputs()),
-    ):
-        types = {value.name: f"{value.type} {value.shape}" for value in found}
-        wanted = {spec.name: f"tensor({_ONNX_TYPES.get(spec.dtype, spec.dtype)}) {[*spec.axes]}" for spec in expected}
-        problems += [f"{path}: {what} {name} is missing" for name in wanted.keys() - types.keys()]
-        problems += [f"{path}: {what} {name} is not one of the expected" for name in types.keys() - wanted.keys()]
-        problems += [
-            f"{path}: {what} {name} must be {wanted[name]}, found {types[name]}"
-            for name in wanted.keys() & types.keys()
-            if wanted[name] != types[name]
-        ]
-    if problems:
-        raise BundleError(sorted(problems), "export the bundle again")

@@ -17,7 +17,7 @@ from tests.emulation import tensorrt as emulation
 from tests.emulation.tensorrt import tensorrt_module
 from tests.trt.record_api import API
 from tfm_export.errors import BackendUnavailable
-from tfm_export.runtime.tensorrt_plans import MODULES, Library
+from tfm_export.runtime.gpu.tensorrt_plans import MODULES, Library
 
 # The emulation has no name that the runtime does not use, and raises AttributeError for every other one.
 CLASSES = {
