@@ -7,7 +7,6 @@ import threading
 from collections.abc import Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from tfm_export.decoding import Result, SettledToken
@@ -101,9 +100,7 @@ class Stream(Generic[PieceT_co]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

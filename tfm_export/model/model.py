@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Literal, Self, overload
 
 from tfm_export.bundle import Bundle
@@ -111,18 +110,11 @@ class Model:
         """
         call, given_up, begin = self.call(**settings), threading.Event(), time.perf_counter()
         call = replace(call, cancelled=Either(call.cancelled, given_up))
-
-        def work() -> Generation | list[Generation]:
-            generations: Generation | list[Generation] = self._generate(
-                text, replace(call, waited=time.perf_counter() - begin)
-            )
-            return generations
-
         with self._lock:
             self._check_open()
             if self._workers is None:
                 self._workers = ThreadPoolExecutor(usable_cpus(), thread_name_prefix="tfm-export")
-            return Pending(self._workers.submit(work), given_up)
+            return Pending(self._workers.submit(self._generate, text, call, since=begin), given_up)
 
     @overload
     def generate_iterable(
@@ -462,12 +454,12 @@ class Model:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _generate(self, text: Any, call: Call) -> Any:
+    def _generate(self, text: Any, call: Call, since: float | None = None) -> Any:
+        if since is not None:
+            call = replace(call, waited=time.perf_counter() - since)
         one = isinstance(text, Text)
         sources = collect("text", [text] if one else text, lambda item: self._reader.text(item, call))
         generations = self._runner.answers(sources, call.options)
