@@ -43,7 +43,8 @@ def trained(g2p_bundle: Path) -> Iterator[Model]:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_its_example_runs(name: str, trained: Model, g2p_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(g2p_bundle.parent)  # where it is tfm_bundle
-    example = doctest.DocTestParser().get_doctest(inspect.getdoc(PUBLIC[name]) or "", {"model": trained}, name, "", 0)
+    known, text = {"model": trained, "tfm_export": tfm_export}, inspect.getdoc(PUBLIC[name]) or ""
+    example = doctest.DocTestParser().get_doctest(text, known, name, "", 0)
     assert example.examples, f"{name} has no example"
     told: list[str] = []
     doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=told.append)

@@ -63,8 +63,8 @@ JSON_ONLY = ("return_attention", "return_logits_vocab", "return_scores")  # ther
 @click.option(
     "--deadline",
     type=click.FloatRange(min=0),
-    help="Seconds after which a text gives what it has. They count for each from its joining a batch: the time in which "
-    "it waits for other texts does not.",
+    help="Seconds after which a text gives what it has. They count for each from its joining a batch: the time in "
+    "which it waits for other texts does not.",
 )
 @click.option(
     "--attention",

@@ -1,5 +1,6 @@
 """Decoding: greedy, beam search, sampling and constraints, on numpy alone, over any backend's `StepModel`."""
 
+from tfm_export.decoding.checks import check_requests
 from tfm_export.decoding.constraints import Constraint, Trie
 from tfm_export.decoding.generate import generate, stream
 from tfm_export.decoding.options import DecodeOptions
@@ -19,6 +20,7 @@ __all__ = [
     "SettledToken",
     "Statistics",
     "Trie",
+    "check_requests",
     "generate",
     "score",
     "stream",

@@ -53,6 +53,14 @@ def check_options(model: StepModel, options: DecodeOptions, special: SpecialIds,
 def check_requests(model: StepModel, requests: Sequence[Request], options: DecodeOptions, special: SpecialIds) -> None:
     """Refuse options and requests that a model cannot serve.
 
+    >>> from tfm_export.decoding import DecodeOptions, Request, check_requests
+    >>> sources, special = ([11, 8, 2], [11, 999]), model.bundle.manifest.special_ids
+    >>> try:
+    ...     check_requests(model.step_model, [Request(source=ids) for ids in sources], DecodeOptions(), special)
+    ... except tfm_export.RequestError as error:
+    ...     print(error)
+    source 1 has ids that the vocabulary of 30 lacks: 999
+
     Raises:
         RequestError: naming all that is wrong, and which request it is of.
     """
