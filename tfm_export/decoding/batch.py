@@ -151,7 +151,8 @@ class Batch:
         self._write_index[:size] += taken
         self._positions[:size] += taken
         for place in range(taken):
-            self.extend(rows, tokens[:, place, None], log_probs[:, place, None])
+            self.histories.append(rows, tokens[:, place, None], log_probs[:, place, None])
+        self._ids[:size] = tokens[:, -1:]
         return taken, tokens[:, -1]
 
     def step_beams(self, steps: int, end_ids: Ids, until: Callable[[], bool]) -> tuple[int, StepOutput]:
