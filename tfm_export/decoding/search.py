@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from tfm_export.decoding.attention import coverage
 from tfm_export.decoding.batch import Batch
 from tfm_export.decoding.options import DecodeOptions
-from tfm_export.decoding.request import RequestState
 from tfm_export.decoding.result import Hypothesis, Reason
 from tfm_export.decoding.scores import NO_EDIT, Edit, Editor
 from tfm_export.decoding.top_tokens import TopTokens
@@ -58,11 +57,11 @@ class SearchContext:
         """How the scores after every hypothesis [B][K] are changed; None where no request's ever are."""
         if not any(state.edits for state in batch.live):
             return None
-        of, beams = batch.histories.of, range(self.options.beam_size)
-        return [[self._edit(state, of(row, beam)[0]) for beam in beams] for row, state in enumerate(batch.live)]
-
-    def _edit(self, state: RequestState, tokens: list[int]) -> Edit:
-        return self.editor.edit(tokens, state.wished, state.constraint) if state.edits else NO_EDIT
+        edit, of, beams = self.editor.edit, batch.histories.of, range(self.options.beam_size)
+        return [
+            [edit(of(row, beam)[0], s.wished, s.constraint) for beam in beams] if s.edits else [NO_EDIT] * len(beams)
+            for row, s in enumerate(batch.live)
+        ]
 
     def hypothesis(
         self, batch: Batch, row: int, beam: int, extension: tuple[list[int], list[float]] = ([], [])

@@ -50,6 +50,9 @@ class DecodingSession:
         options: how to decode.
         special: the model's ids that are not text.
 
+    Attributes:
+        pending: requests that have no answer yet.
+
     Raises:
         RequestError: the model cannot serve these options.
     """
@@ -73,12 +76,7 @@ class DecodingSession:
         attention = AttentionHistory(len(self._start) - 1) if options.needs_attention else None
         self._batch = Batch(model, options.beam_size, slots, attention)
         self._waiting = WaitingRequests()
-        self._added, self._closed = 0, False
-
-    @property
-    def pending(self) -> int:
-        """Requests that have no answer yet."""
-        return len(self._waiting) + len(self._batch.live)
+        self._added, self._closed, self.pending = 0, False, 0
 
     def add(self, request: Request) -> int:
         """Have a request wait for a place in the batch.
@@ -110,7 +108,7 @@ class DecodingSession:
             distributions=[[] for _ in range(o.beam_size)],
         )
         self._waiting.add(state)
-        self._added += 1
+        self._added, self.pending = self._added + 1, self.pending + 1
         return state.number
 
     def step(self) -> Answers:
@@ -138,11 +136,12 @@ class DecodingSession:
             batch.leave(row)
         if ended:
             batch.settle()
+        self.pending -= len(answers)
         return answers
 
     def close(self) -> None:
         """Take no more requests, and drop those that have no answer yet."""
-        self._closed = True
+        self._closed, self.pending = True, 0
         self._waiting.clear()
         self._batch.live.clear()
         self._batch.settle()
@@ -162,7 +161,7 @@ class DecodingSession:
             Answers to those that were given up while they waited.
         """
         batch, size = self._batch, len(self._batch.live)
-        if not self._waiting or (size and self._free < self._refill_at * self._options.max_batch_size):
+        if size == self.pending or (size and self._free < self._refill_at * self._options.max_batch_size):
             return []
         length = batch_length = batch.source_length if size else 0
         joining: list[RequestState] = []
