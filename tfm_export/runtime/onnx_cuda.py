@@ -131,7 +131,7 @@ class OnnxCudaModel:
             steps={FIRST_CAPACITY: step},
             dimensions=dimensions,
             limits=limits,
-            rows=RowShape(dimensions.heads, dimensions.head_size, 4 if kind == "float32" else 2),
+            rows=RowShape(dimensions.heads, dimensions.head_size, PRECISIONS[self._variant].item_bytes),
             float_type=kind,
         )
 

@@ -20,6 +20,7 @@ from tfm_export.graph import (
     encoder_inputs,
     encoder_outputs,
 )
+from tfm_export.precision import PRECISIONS
 from tfm_export.runtime import cuda
 from tfm_export.runtime.checks import check_encode
 from tfm_export.runtime.cuda import Gpu, when_not_capturing
@@ -134,7 +135,7 @@ def _load(bundle: Bundle, record: EngineRecord, library: Library, gpu: Gpu) -> E
                 max_source_length=min(limits.max_source_length, record.max_source_length),
                 max_target_length=min(limits.max_target_length, record.max_target_length),
             ),
-            rows=RowShape(dimensions.heads, record.head_size_padded, 4 if kind == "float32" else 2),
+            rows=RowShape(padded.heads, padded.head_size, PRECISIONS[record.compute].item_bytes),
             float_type=kind,
         )
         undo.pop_all()
