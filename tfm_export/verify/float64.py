@@ -137,9 +137,7 @@ class Float64Graph:
             return run(*inputs)
         found, sizes = self._rounded(node.op_type, run, inputs)
         return tuple(
-            x + self._moves.results * np.where(np.isfinite(size), size, 0) * self._random.uniform(-1, 1, x.shape)
-            if _is_float(x)
-            else x
+            x + self._moves.results * np.where(np.isfinite(size), size, 0) * self._signs(x.shape) if _is_float(x) else x
             for x, size in zip(found, sizes, strict=True)
         )
 
@@ -168,12 +166,16 @@ class Float64Graph:
         """An array whose floats are moved in proportion to their own size."""
         if not _is_float(array):
             return array
-        moved = array * (1 + times * self._moves.results * self._random.uniform(-1, 1, array.shape))
+        moved = array * (1 + times * self._moves.results * self._signs(array.shape))
         return np.where(np.isfinite(array), moved, array)
+
+    def _signs(self, shape: tuple[int, ...]) -> Array:
+        """Up or down, by chance: moves are as large as they may be."""
+        return np.where(self._random.random(shape, dtype=np.float32) < 0.5, -1.0, 1.0)
 
     def _near_float32(self, constant: Array | np.float32) -> Array:
         """What was rounded to float32, as far off as it may have been; a number of few digits was not rounded."""
-        moved = constant * (1 + self._moves.constants * self._random.choice((-1.0, 1.0), constant.shape))
+        moved = constant * (1 + self._moves.constants * self._signs(constant.shape))
         fraction, _ = np.frexp(np.float64(constant))
         return np.where(np.ldexp(fraction, FEW_BITS) % 1 == 0, constant, moved)
 

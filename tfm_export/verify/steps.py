@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tfm_export import graph
 from tfm_export.bundle import Limits
-from tfm_export.precision import FLOAT32_EPSILON, FLOAT64_EPSILON, TIMES_ROUNDING
+from tfm_export.precision import FLOAT32_EPSILON, FLOAT64_EPSILON, TIMES_ROUNDING, TRIALS
 from tfm_export.runtime.step_model import LARGEST_STEP, Floats, Ids, Mask, StepOutput
 from tfm_export.verify.float64 import Float64Model, Moves
 from tfm_export.verify.golden import Golden
@@ -249,7 +249,9 @@ def compare_steps(
         progress: told what begins.
     """
     exact = Float64Model(folder, dimensions, limits)
-    rounded = Float64Model(folder, dimensions, limits, Moves(results=FLOAT32_EPSILON))
+    trials = [
+        Float64Model(folder, dimensions, limits, Moves(results=FLOAT32_EPSILON, seed=seed)) for seed in range(TRIALS)
+    ]
     constants = None
     if reference is not None:
         moves = Moves(constants=FLOAT32_EPSILON / 2, tables=reference.tables)
@@ -259,7 +261,8 @@ def compare_steps(
     for name, case in cases:
         progress(f"comparing every tensor step by step, {name}")
         truth = case.trace(exact, dimensions)
-        rounding.add(distances(case.trace(rounded, dimensions), truth))
+        for rounded in trials:
+            rounding.add(distances(case.trace(rounded, dimensions), truth))
         if reference is not None and constants is not None:
             stored.add(distances(case.trace(constants, dimensions), truth))
             graph_errors.add(distances(truth, reference.trace(case)))
