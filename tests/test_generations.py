@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from tests.emulation.engines import add_engine
 from tests.emulation.onnx_cuda import emulated_provider
 from tfm_export.bundle import Bundle, SpecialIds
 from tfm_export.decoding import DecodeOptions, Request, Result, generate
-from tfm_export.runtime.onnx_cuda import OnnxCudaModel
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.backends import attending_on_cpu
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+from tfm_export.runtime.gpu.onnx_cuda import OnnxCudaModel
+from tfm_export.runtime.gpu.tensorrt_model import TensorRTModel
 from tfm_export.runtime.step_model import StepModel
-from tfm_export.runtime.tensorrt_model import TensorRTModel
 from tfm_export.runtime.torch_model import TorchModel
 
 LONGEST = 14
@@ -73,7 +75,7 @@ def tensorrt(bundle: Bundle, folder: Path) -> Iterator[StepModel]:
 def onnxruntime_cuda(bundle: Bundle, _: Path) -> Iterator[StepModel]:
     """An emulated GPU, too."""
     with emulated_provider() as machine:
-        model = OnnxCudaModel(bundle)
+        model = OnnxCudaModel(bundle, attending=partial(attending_on_cpu, bundle, "fp32"))
     yield model
     model.close()
     assert machine.leaks() == machine.violations == []

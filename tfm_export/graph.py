@@ -6,6 +6,7 @@ step), source (S), capacity (C cache slots); a number is a fixed size. Masks are
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 OPSET = 24
@@ -57,6 +58,10 @@ class TensorSpec:
     name: str
     dtype: str
     axes: tuple[Axis, ...]
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """With a size for every axis that has a name."""
+        return tuple(sizes[axis] if isinstance(axis, str) else axis for axis in self.axes)
 
 
 def self_cache_names(dimensions: Dimensions) -> list[str]:

@@ -12,7 +12,9 @@ from reference_model import search
 from reference_model.checkpoint import Checkpoint, GenerationDefaults, SpecialIds
 from reference_model.vocabulary import Vocabulary
 
-pytest.importorskip("ctranslate2")
+pytest.importorskip(
+    "ctranslate2", reason="needs ctranslate2: run `.venv/bin/pip install -e '.[bench]' -c constraints.txt`"
+)
 
 from benchmarks.peers.ctranslate2 import Peer, build, translate
 from tests.benchmarks.random_models import (

@@ -23,6 +23,7 @@ from reference_model.checkpoint import SpecialIds as ReferenceSpecialIds
 from reference_model.data import pad
 from reference_model.search import beam_batch, greedy
 from tests.checkpoints.parity import assert_same_model
+from tests.skips import skip_if
 from tfm_export.checkpoints import read_checkpoint
 from tfm_export.export import export_bundle
 from tfm_export.model import load
@@ -31,7 +32,7 @@ try:
     FOLDER: Path | None = Path(str(metadata.distribution("annalog").locate_file("annalog")))
 except metadata.PackageNotFoundError:
     FOLDER = None
-pytestmark = pytest.mark.skipif(FOLDER is None, reason="annalog is not installed: pip install --no-deps annalog==1.0.6")
+pytestmark = skip_if(FOLDER is None, "annalog", ".venv/bin/pip install --no-deps annalog -c constraints.txt")
 
 SETTINGS = {"heads": 8, "pad": 1, "bos": 2, "eos": 3, "unk": 0}
 SPECIAL = ReferenceSpecialIds(pad=1, bos=2, eos=3)

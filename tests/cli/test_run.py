@@ -19,13 +19,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 import tfm_export
+from tests.once import Once
 from tfm_export.bundle import MANIFEST
 from tfm_export.cli import cli
 from tfm_export.cli import job as job_module
 from tfm_export.cli.decoding_options import ENTRIES, decoding_fields
 from tfm_export.cli.files import output_file, partial_path
 from tfm_export.cli.heat_map import draw_attention
-from tfm_export.cli.progress import Progress
+from tfm_export.cli.progress import ProgressBar
 from tfm_export.cli.run import command, split_arguments
 from tfm_export.decoding import DecodeOptions
 from tfm_export.errors import NumericError
@@ -370,7 +371,7 @@ class Terminal(io.StringIO):
 
 def test_progress_on_a_terminal() -> None:
     terminal, now = Terminal(), 0.0
-    progress = Progress(24, stream=terminal, clock=lambda: now)
+    progress = ProgressBar(24, stream=terminal, clock=lambda: now)
     now = 2.0
     progress.advance("hello", 3)  # 6 of 24 bytes
     assert terminal.getvalue() == "\r██████░░░░░░░░░░░░░░░░░░  25%  1 lines, 0.5 lines/s, 2 tokens/s, 0:06 left"
@@ -386,7 +387,7 @@ def test_progress_on_a_terminal() -> None:
 
 def test_no_progress_elsewhere() -> None:
     for stream, enabled in ((io.StringIO(), True), (Terminal(), False)):
-        progress = Progress(None, stream=stream, enabled=enabled)
+        progress = ProgressBar(None, stream=stream, enabled=enabled)
         progress.advance("hello", 3)
         progress.finish()
         assert stream.getvalue() == ""
@@ -399,12 +400,13 @@ def png_size(path: Path) -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def attention_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tfm_export.export import export_bundle
+def attention_bundle(tiny_checkpoint: Path, once: Once) -> Path:
+    def make(folder: Path) -> None:
+        from tfm_export.export import export_bundle
 
-    path = tmp_path_factory.mktemp("attention") / "tfm_bundle"
-    export_bundle(tiny_checkpoint, path, attention_layer=-1, verify=False)
-    return path
+        export_bundle(tiny_checkpoint, folder / "tfm_bundle", attention_layer=-1, verify=False)
+
+    return once("attention_bundle", make) / "tfm_bundle"
 
 
 def test_the_alignment_of_a_sentence(attention_bundle: Path, tmp_path: Path, expected: dict[str, str]) -> None:

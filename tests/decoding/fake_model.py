@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tfm_export.bundle import Limits, SpecialIds
 from tfm_export.errors import NumericError, RequestError
 from tfm_export.graph import Dimensions
-from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepOutput
+from tfm_export.runtime.step_model import Capabilities, Floats, Ids, Mask, Sentences, StepModel, StepOutput, Until
 
 SPECIAL = SpecialIds(pad=0, bos=1, eos=2, source_ends_with_eos=False, unk=3)
 
@@ -54,7 +54,7 @@ def attended(source: tuple[int, ...], path: tuple[int, ...]) -> Floats:
     return generator.dirichlet(np.full(len(source), 0.5)).astype(np.float32)
 
 
-class FakeModel:
+class FakeModel(StepModel):
     """See the module.
 
     Args:
@@ -63,7 +63,7 @@ class FakeModel:
         candidates: N.
         longest: limit of both sides.
         gives_attention: whether steps tell what `attended` says, with NaN at padding.
-        refill_at: see `StepModel.refill_at`.
+        refill_at: see `Capabilities.refill_at`.
         packs: whether slots can be given up.
         runs_ahead: whether it takes several steps in one go; `runs` has how many each time.
     """
@@ -80,14 +80,14 @@ class FakeModel:
         packs: bool = True,
         runs_ahead: bool = False,
     ) -> None:
-        self.gives_attention, self.refill_at, self.packs = gives_attention, refill_at, packs
-        self.runs_ahead = runs_ahead
+        self.capabilities = Capabilities(
+            gives_attention=gives_attention, refill_at=refill_at, packs=packs, steps_greedily=runs_ahead
+        )
         self.runs: list[int] = []
-        self.asked_to_run = 0
         self.table, self.encodes, self.steps, self.full_steps = table, 0, 0, 0
         self.moves, self.grows, self.packings, self.appends, self.rows_stepped = 0, 0, 0, 0, 0
         self.queries: list[int] = []
-        self._dimensions = Dimensions(
+        self.dimensions = Dimensions(
             source_vocabulary_size=50,
             target_vocabulary_size=vocabulary,
             decoder_layers=1,
@@ -95,15 +95,7 @@ class FakeModel:
             head_size=1,
             candidates=min(candidates, vocabulary),
         )
-        self._limits = Limits(max_source_length=longest, max_target_length=longest)
-
-    @property
-    def dimensions(self) -> Dimensions:
-        return self._dimensions
-
-    @property
-    def limits(self) -> Limits:
-        return self._limits
+        self.limits = Limits(max_source_length=longest, max_target_length=longest)
 
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> FakeSentences:
         assert source_mask.any(1).all()
@@ -115,7 +107,7 @@ class FakeModel:
     def close(self) -> None: ...
 
 
-class FakeSentences:
+class FakeSentences(Sentences):
     """Rows of (token, position) slots."""
 
     def __init__(self, model: FakeModel, sources: Sequence[tuple[int, ...]], capacity: int, width: int) -> None:
@@ -141,7 +133,9 @@ class FakeSentences:
         model.rows_stepped += size
         model.queries.append(queries)
         log_probs: Floats = np.empty((size, queries, vocabulary), np.float32)
-        attention = np.full((size, queries, self.width), np.nan, np.float32) if model.gives_attention else None
+        attention = (
+            np.full((size, queries, self.width), np.nan, np.float32) if model.capabilities.gives_attention else None
+        )
         for row in range(size):
             place = slice(write_index[row], write_index[row] + queries)
             self.slots[row, place, 0], self.slots[row, place, 1] = target_ids[row], positions[row]
@@ -166,18 +160,9 @@ class FakeSentences:
         return bound
 
     def step_greedily(
-        self,
-        target_ids: Ids,
-        positions: Ids,
-        write_index: Ids,
-        self_mask: Mask,
-        *,
-        steps: int,
-        until: Callable[[list[int]], bool],
-    ) -> tuple[Ids, Floats] | None:
-        self.model.asked_to_run += 1
-        if not self.model.runs_ahead:
-            return None
+        self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, steps: int, until: Until
+    ) -> tuple[Ids, Floats]:
+        assert self.model.capabilities.steps_greedily, "asked for what it does not give"
         ids, mask = target_ids, self_mask.copy()
         found: list[StepOutput] = []
         while True:
@@ -211,14 +196,12 @@ class FakeSentences:
         more = np.full((self.size, capacity - self.capacity, 2), np.nan)
         self.slots = np.concatenate([self.slots, more], axis=1)
 
-    def pack(self, slots: Ids, capacity: int) -> bool:
-        if not self.model.packs:
-            return False
+    def pack(self, slots: Ids, capacity: int) -> None:
+        assert self.model.capabilities.packs, "asked for what it does not give"
         self.model.packings += 1
         kept = np.take_along_axis(self.slots, slots[:, :, None], axis=1)
         assert kept.shape[0] == self.size
         self.slots = np.pad(kept, ((0, 0), (0, capacity - kept.shape[1]), (0, 0)), constant_values=np.nan)
-        return True
 
     def move(self, source: int, target: int) -> None:
         self.model.moves += 1

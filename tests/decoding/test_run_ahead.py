@@ -44,8 +44,6 @@ def test_the_same_results_in_the_same_steps(options: DecodeOptions, refill_at: f
     single, model = decode(False, options, requests, refill_at=refill_at, packs=packs)
     found, ahead = decode(True, options, requests, refill_at=refill_at, packs=packs)
     assert found == single
-    # A backend that does not do it is asked once a batch; sentences that join one under way make no other.
-    assert model.asked_to_run == model.encodes - model.appends
     assert (ahead.steps, ahead.rows_stepped, ahead.full_steps) == (model.steps, model.rows_stepped, model.full_steps)
     # All but those that take in a prompt; of several tokens beside rows that decode, it takes several steps.
     assert sum(ahead.runs) == ahead.steps - ahead.encodes or (refill_at < 1 and sum(ahead.runs) > 0.8 * ahead.steps)

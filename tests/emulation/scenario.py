@@ -8,8 +8,8 @@ from tests.emulation.install import emulated_gpu
 from tests.emulation.machine import Machine
 from tests.runtime.drive import Batch, padded
 from tfm_export.bundle import Bundle
+from tfm_export.runtime.gpu.tensorrt_model import TensorRTModel
 from tfm_export.runtime.step_model import Sentences, StepModel
-from tfm_export.runtime.tensorrt_model import TensorRTModel
 
 SOURCES = [[5, 7, 9, 11, 2], [4, 2], [8, 8, 10, 2], [29, 28, 27, 26, 25, 24, 23, 2], [6, 6, 2]]
 

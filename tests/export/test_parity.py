@@ -9,7 +9,7 @@ import torch
 from tests.conftest import build_tiny_model
 from tests.export.conftest import Exported
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.verify import steps
 from tfm_export.verify.reference import run_reference
 

@@ -9,17 +9,18 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.runtime.device_checks import BLOCKS, check_block, check_boxes, check_copies, check_graphs
-from tfm_export.runtime import cuda
-from tfm_export.runtime.cuda import Gpu, OutOfDeviceMemory, Stream
-from tfm_export.runtime.device_memory import RowShape
+from tests.runtime.gpu.device_checks import BLOCKS, check_block, check_boxes, check_copies, check_graphs
+from tests.skips import import_or_skip
+from tfm_export.runtime.gpu import cuda
+from tfm_export.runtime.gpu.cuda import Gpu, OutOfDeviceMemory, Stream
+from tfm_export.runtime.gpu.device_memory import RowShape
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
 def gpu() -> Gpu:
-    pytest.importorskip("cuda.bindings.runtime", reason="needs cuda-python")
+    import_or_skip("cuda.bindings.runtime", "rtx")
     return cuda.open_gpu()
 
 

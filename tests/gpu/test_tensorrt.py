@@ -12,7 +12,7 @@ from tests.emulation.scenario import drive
 from tests.gpu.conftest import G2P, MODULES
 from tests.runtime.drive import FLOOR
 from tfm_export.bundle import Bundle
-from tfm_export.runtime.tensorrt_model import TensorRTModel
+from tfm_export.runtime.gpu.tensorrt_model import TensorRTModel
 
 pytestmark = pytest.mark.gpu
 

@@ -14,21 +14,19 @@ from tests.conftest import build_tiny_model
 from tfm_export import RequestError
 from tfm_export.bundle import Bundle
 from tfm_export.model import Model, TextRequest
+from tfm_export.runtime.step_model import WrappedModel
+from tfm_export.runtime.torch_model import TorchModel
 
 
-class Attending:
+class Attending(WrappedModel):
     """The tiny model of PyTorch, which makes one that gives attention, and counts how often."""
 
     def __init__(self, limits: Any) -> None:
-        from tfm_export.runtime.torch_model import TorchModel
-
         self.reference = build_tiny_model(0, norm_first=True, final_norm=True)
-        self.plain = TorchModel(self.reference, limits=limits)
+        super().__init__(TorchModel(self.reference, limits=limits))
+        self.capabilities = replace(self.capabilities, offers_attention=True)
         self.attending = TorchModel(self.reference, limits=limits, attention_layer=1)
         self.made = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.plain, name)
 
     def with_attention(self) -> Any:
         self.made += 1

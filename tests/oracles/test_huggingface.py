@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+pytest.importorskip(
+    "transformers", reason="needs transformers: run `.venv/bin/pip install -e '.[dev]' -c constraints.txt`"
+)
 
 from reference_model import SpecialIds as ReferenceSpecialIds
 from reference_model import load_checkpoint

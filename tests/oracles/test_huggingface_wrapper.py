@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("transformers")
+pytest.importorskip(
+    "transformers", reason="needs transformers: run `.venv/bin/pip install -e '.[dev]' -c constraints.txt`"
+)
 
 from reference_model import SpecialIds, Transformer
 from reference_model.data import pad

@@ -22,7 +22,7 @@ from tfm_export.passes.linears import linears
 from tfm_export.passes.static_quantization import quantize_static
 from tfm_export.passes.weight_only import quantize_weights
 from tfm_export.quantize.fusion import optimized_graphs
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.runtime.torch_model import TorchModel
 
 Bits = Literal[4, 8]

@@ -25,7 +25,7 @@ from tfm_export.decoding import generate as decode
 from tfm_export.graph_files import WeightsFile, read_graph, write_graph
 from tfm_export.passes.generate_graph import build_generate_graph
 from tfm_export.passes.linears import add_initializer, linears
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 
 LENGTHS = (1, 9, 4, 13, 2)  # of sources, in tokens; the traced example has 7
 LONGEST = 20

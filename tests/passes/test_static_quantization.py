@@ -31,7 +31,8 @@ from tfm_export.passes.static_quantization import quantize_static, scales
 from tfm_export.passes.weight_only import quantize_weights
 from tfm_export.quantize.calibration import Trace, observe, thresholds
 from tfm_export.quantize.fusion import fused_operators
-from tfm_export.runtime.onnx_runtime import OnnxModel, session_options
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+from tfm_export.runtime.onnx_sessions import session_options
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.runtime.torch_model import TorchModel
 from tfm_export.tokenizer import load_tokenizer

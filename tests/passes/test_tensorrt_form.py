@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tests.export.conftest import Exported
 from tests.passes.dequantized import write_variant
 from tests.runtime.drive import whole_target
+from tests.skips import import_or_skip
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.errors import ExportError
@@ -27,7 +28,7 @@ from tfm_export.passes.tensorrt_form import tensorrt_form
 from tfm_export.passes.twin import float32_twin
 from tfm_export.passes.weight_only import quantize_weights
 from tfm_export.quantize.calibration import decode_traces, observe, thresholds
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.tokenizer import load_tokenizer
 
 Compute = Literal["fp32", "fp16", "bf16"]
@@ -317,7 +318,7 @@ def shape(tensor: Any, batch: int, query: int, source: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "compute"), CASES)
 def test_tensorrt_compiles_it(g2p: G2P, variant: str, compute: Compute) -> None:
-    trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'tfm-export[rtx]'")
+    trt = import_or_skip("tensorrt_rtx", "rtx")
     bundle, _, found = g2p
     folder = bundle.variant_path("fp32")
     for name in ("encoder", "decoder_step"):

@@ -18,16 +18,15 @@ from reference_model.data import encode_source
 from tests.export.conftest import Exported
 from tests.passes.dequantized import constants, dequantized_model, spread, write_variant
 from tests.runtime.drive import whole_target
-from tfm_export.bundle import Bundle, Limits, Manifest
-from tfm_export.checkpoints import read_checkpoint
+from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, Hypothesis, generate
 from tfm_export.errors import ExportError
-from tfm_export.export.variant import write_fp32_variant
 from tfm_export.graph_files import ALIGNMENT, EXTERNAL_FROM_BYTES, read_graph
 from tfm_export.passes.embeddings import quantize_embeddings
 from tfm_export.passes.linears import linears
 from tfm_export.passes.weight_only import block_size, quantize_weights, round_blocks
-from tfm_export.runtime.onnx_runtime import OnnxModel, session_options
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+from tfm_export.runtime.onnx_sessions import session_options
 from tfm_export.runtime.torch_model import TorchModel
 
 Bits = Literal[4, 8]
@@ -307,18 +306,9 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    source, checkpoint = read_checkpoint(G2P / "g2p.pt"), load_checkpoint(G2P / "g2p.pt")
-    path = tmp_path_factory.mktemp("g2p") / "bundle"
-    length = source.model.config.max_length
-    manifest = Manifest(
-        dimensions=write_fp32_variant(source.model, path / "onnx" / "fp32"),
-        limits=Limits(max_source_length=length, max_target_length=length),
-        special_ids=source.special_ids,
-        generation=source.generation,
-        variants={"fp32": {}},
-    )
-    bundle, vocabulary = Bundle(path, manifest), checkpoint.source_vocabulary
+def trained(g2p_bundle: Path) -> Trained:
+    checkpoint, bundle = load_checkpoint(G2P / "g2p.pt"), Bundle.open(g2p_bundle)
+    vocabulary = checkpoint.source_vocabulary
     assert vocabulary is not None
     words = (G2P / "words.txt").read_text(encoding="utf-8").split()
     sources = [encode_source(word, vocabulary, checkpoint.special_ids) for word in words]

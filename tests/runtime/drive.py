@@ -76,17 +76,16 @@ class Batch:
         return self._error(self.sentences.step(ids, positions, write_index, mask, full=True), queries)
 
     def step_greedily(self, steps: int, until: Callable[[list[int]], bool]) -> float | None:
-        """Feed token 1 to every row and what is best from there on; the largest error. None if it is not done."""
+        """Feed token 1 to every row and what is best from there on; the largest error. None if it cannot."""
+        if not self.model.capabilities.steps_greedily:
+            return None
         size, capacity = len(self.rows), self.sentences.capacity
         ids, positions = np.ones((size, 1), np.int64), np.array([[len(row.fed)] for row in self.rows])
         write_index = np.array([row.written for row in self.rows])
         mask = np.zeros((size, 1, 1, capacity), np.bool_)
         for i, row in enumerate(self.rows):
             mask[i, 0, 0, [*row.slots, row.written]] = True
-        found = self.sentences.step_greedily(ids, positions, write_index, mask, steps=steps, until=until)
-        if found is None:
-            return None
-        tokens, log_probs = found
+        tokens, log_probs = self.sentences.step_greedily(ids, positions, write_index, mask, steps=steps, until=until)
         worst, taken = 0.0, tokens.shape[1]
         for i, row in enumerate(self.rows):
             row.fed += [1, *tokens[i, :-1].tolist()]
@@ -114,11 +113,12 @@ class Batch:
 
     def pack(self, capacity: int) -> bool:
         """Keep the slots that are on a path; False if the backend does not."""
+        if not self.model.capabilities.packs:
+            return False
         slots = np.zeros((len(self.rows), max(len(row.slots) for row in self.rows)), np.int64)
         for i, row in enumerate(self.rows):
             slots[i, : len(row.slots)] = row.slots
-        if not self.sentences.pack(slots, capacity):
-            return False
+        self.sentences.pack(slots, capacity)
         for row in self.rows:
             row.written = len(row.slots)
             row.slots = [*range(row.written)]

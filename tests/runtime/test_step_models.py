@@ -9,7 +9,8 @@ from tests.runtime.conftest import LIMITS, Backends
 from tests.runtime.drive import FLOOR, RNG, Batch, padded
 from tfm_export.errors import NumericError, RequestError
 from tfm_export.graph import cross_names, self_cache_names
-from tfm_export.runtime.onnx_runtime import OnnxSentences
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+from tfm_export.runtime.speculative import SpeculativeModel
 from tfm_export.runtime.step_model import Sentences, StepModel
 
 SOURCES = [[5, 7, 9, 11, 2], [4, 2], [8, 8, 10, 2], [30, 29, 28, 27, 26, 25, 24, 2]]
@@ -74,6 +75,20 @@ def test_rows_go_on_with_the_slots_that_they_keep(step_model: StepModel, backend
     assert packed == (batch.sentences.capacity == 20)
 
 
+def test_a_model_gives_what_it_promises_and_refuses_the_rest(step_model: StepModel) -> None:
+    sentences = step_model.encode(*padded(SOURCES[:2]), capacity=8)
+    for promise, method, protocol, given in (
+        ("steps_greedily", "step_greedily", Sentences, sentences),
+        ("steps_beams", "step_beams", Sentences, sentences),
+        ("packs", "pack", Sentences, sentences),
+        ("offers_attention", "with_attention", StepModel, step_model),
+    ):
+        overridden = getattr(type(given), method) is not getattr(protocol, method)
+        assert overridden >= getattr(step_model.capabilities, promise), promise
+    with pytest.raises(NotImplementedError, match="steps_beams"):
+        sentences.step_beams(*[np.zeros(0)] * 5, end_ids=np.zeros(0), steps=1, until=lambda: False)
+
+
 def test_several_greedy_steps_are_as_many_single_ones(step_model: StepModel, backends: Backends) -> None:
     batch = Batch(step_model, backends.exact, SOURCES[:3], capacity=16)
     assert batch.step(queries=2) < FLOOR
@@ -86,7 +101,7 @@ def test_several_greedy_steps_are_as_many_single_ones(step_model: StepModel, bac
             steps, lambda tokens, told=told, n=stop_after: bool(told.append(tokens)) or len(told) == n
         )
         if error is None:
-            assert not isinstance(batch.sentences, OnnxSentences)
+            assert not isinstance(step_model, OnnxModel | SpeculativeModel)
             return
         assert error < FLOOR
         assert len(told) == min(steps - 1, stop_after)

@@ -15,9 +15,9 @@ from tests.trt.test_ranges import compiled
 from tests.trt.variants import bundle_of
 from tfm_export.errors import BuildError
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+from tfm_export.trt.network_source import derive_sources
 from tfm_export.trt.options import EngineOptions
-from tfm_export.trt.source import derive_sources
 from tfm_export.trt.stage import resolve_limits
 
 SOURCE, TARGET = [4, 3, 4, 3, 2], [1, 4, 3, 3, 4]

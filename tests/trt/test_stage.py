@@ -272,7 +272,7 @@ def test_graphs_that_decode_otherwise_leave_no_engine(bundle: Bundle, monkeypatc
             if node.op_type == "Attention":
                 node.attributes["scale"] = ir.AttrFloat32("scale", 0.01)
 
-    monkeypatch.setattr("tfm_export.trt.source.pad_heads", wrong)
+    monkeypatch.setattr("tfm_export.trt.network_source.pad_heads", wrong)
     with unchanged(bundle), pytest.raises(ParityError, match="inputs agree") as caught:
         build(bundle, variant="fp16", verify=True)
     assert caught.value.exit_code == 3

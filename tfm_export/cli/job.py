@@ -14,7 +14,7 @@ import click
 import numpy as np
 
 from tfm_export.cli.heat_map import draw_attention
-from tfm_export.cli.progress import Progress
+from tfm_export.cli.progress import ProgressBar
 from tfm_export.errors import RequestError, TfmExportError
 
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedLine:
     """A line that could be decoded.
 
     Attributes:
         number: of the line, from 1 on.
         line: as it was read.
-        answer: what came of it.
+        answer: its hypotheses.
     """
 
     number: int
@@ -52,9 +52,9 @@ class Job:
         self._model, self._call = model, call
         self._ids, self._as_json, self._numbered = ids, as_json, numbered
         self.done = self.failed = 0
-        self.last: Decoded | None = None
+        self.last: DecodedLine | None = None
 
-    def run(self, lines: Iterator[str], out: TextIO, progress: Progress, *, window: int, workers: int = 1) -> None:
+    def run(self, lines: Iterator[str], out: TextIO, progress: ProgressBar, *, window: int, workers: int = 1) -> None:
         """Decode lines, `window` at a time, by so many workers, and print them in order."""
         read, shown = itertools.tee(lines)  # they are never further apart than two windows
         for line, answer in zip(shown, self._answers(read, window, workers), strict=False):
@@ -64,7 +64,7 @@ class Job:
                 progress.clear()
                 self._fail(answer)
             else:
-                self.last = Decoded(self.done, line, answer)
+                self.last = DecodedLine(self.done, line, answer)
                 out.writelines(text + "\n" for text in self._texts(self.last))
                 tokens = sum(len(hypothesis.tokens) for hypothesis in answer.hypotheses)
                 if answer.source_truncated and not self._as_json:
@@ -114,7 +114,7 @@ class Job:
         if answer is not None and answer.source_truncated:
             self._tell_of_truncation()
 
-    def _texts(self, decoded: Decoded) -> Iterator[str]:
+    def _texts(self, decoded: DecodedLine) -> Iterator[str]:
         """The lines of output for a line of input."""
         if self._as_json:
             yield json.dumps(self._state(decoded), ensure_ascii=False)
@@ -128,7 +128,7 @@ class Job:
         texts: list[str] | None = getattr(answer, "texts", None)
         return None if texts is None else texts[place]
 
-    def _state(self, decoded: Decoded) -> dict[str, Any]:
+    def _state(self, decoded: DecodedLine) -> dict[str, Any]:
         answer = decoded.answer
         states = [
             {**({} if self._ids else {"text": self._text(answer, place)}), **hypothesis_state(hypothesis)}
@@ -170,7 +170,7 @@ def parse_ids(line: str) -> list[Any]:
     return [int(w) if w.removeprefix("-").isdecimal() and len(w) <= most else w for w in line.split()]
 
 
-def draw(path: Path, model: Model, decoded: Decoded, long_source: LongSource, *, ids: bool) -> None:
+def draw(path: Path, model: Model, decoded: DecodedLine, long_source: LongSource, *, ids: bool) -> None:
     """Draw what the best hypothesis of a line attends to."""
     best = decoded.answer.hypotheses[0]
     assert best.attention is not None

@@ -62,7 +62,8 @@ class Engine:
         self._start = list(options.start_tokens or [special.bos])
         most = model.limits.max_target_length - len(self._start) + 1
         if problems := list(_options_beyond_model(model, options, special, most)):
-            raise RequestError(problems, None if model.gives_attention or not options.needs_attention else NO_ATTENTION)
+            lacks_attention = options.needs_attention and not model.capabilities.gives_attention
+            raise RequestError(problems, NO_ATTENTION if lacks_attention else None)
         self.model, self.options, self._pad = model, options, special.pad
         self._longest = options.max_decoding_length or most
         if problem := _beyond_memory(model.dimensions, options.beam_size, self._longest):
@@ -138,7 +139,7 @@ class _Batch:
 
     def admit(self, waiting: deque[tuple[int, Task]]) -> None:
         """Let waiting requests join, as many as there is room for, if they are worth the interruption."""
-        if self.live and self._free < self._rows.model.refill_at * self._options.max_batch_size:
+        if self.live and self._free < self._rows.model.capabilities.refill_at * self._options.max_batch_size:
             return
         count = self._room(waiting)
         if not count:
@@ -286,7 +287,7 @@ def _memory_bytes() -> float:
 
 def _options_beyond_model(model: StepModel, options: DecodeOptions, special: SpecialIds, limit: int) -> Iterator[str]:
     size = model.dimensions.target_vocabulary_size
-    if not model.gives_attention:
+    if not model.capabilities.gives_attention:
         for name in options.attention_options:
             yield f"{name} needs attention weights, which this model's decoder step does not give"
     if options.max_decoding_length is not None and options.max_decoding_length > limit:

@@ -47,7 +47,8 @@ class Rows:
         self._capacity = FIRST_CAPACITY
         self._prompts: list[list[int]] = []
         self._prompting = self._left = False
-        self._goes_ahead = False  # with this batch, until the backend says that it does not
+        self._goes_ahead = history is None and model.capabilities.steps_greedily
+        self._packs = history is None and model.capabilities.packs
         self._ids: Ids = np.zeros((0, width), np.int64)
         self._positions: Ids = np.zeros((0, width), np.int64)
         self._write_index: Ids = np.zeros(0, np.int64)
@@ -139,9 +140,6 @@ class Rows:
             steps=steps,
             until=until,
         )
-        if found is None:
-            self._goes_ahead = False
-            return None
         taken = found[0].shape[1]
         self._mask[rows[:, None], 0, 0, begin[:, None] + np.arange(taken)] = True
         self._write_index[: self.size] += taken
@@ -209,7 +207,6 @@ class Rows:
             pad: fills shorter sources.
         """
         if not self.size:
-            self._goes_ahead = self._history is None
             self._capacity = max(FIRST_CAPACITY, max(map(len, prompts)) + self.width)
         first = self.size
         ids, mask = padded(sources, pad)
@@ -256,13 +253,15 @@ class Rows:
         if needed <= self._capacity:
             return
         assert self._sentences is not None, "growing needs a row"
-        if self._history is not None or not self._pack(self._sentences, queries):
+        if self._packs:
+            self._pack(self._sentences, queries)
+        else:
             self._capacity = max(needed, min(2 * self._capacity, self._longest))
             self._sentences.grow(self._capacity)
         self._reserve(len(self._write_index))
 
-    def _pack(self, sentences: Sentences, queries: int) -> bool:
-        """Give up the slots that no query sees, and have room for some steps; False if the backend does not."""
+    def _pack(self, sentences: Sentences, queries: int) -> None:
+        """Give up the slots that no query sees, and have room for some steps."""
         mask = self._mask[: self.size, 0]
         seen = mask.any(axis=1)
         kept = seen.sum(axis=1)
@@ -271,13 +270,11 @@ class Rows:
         ahead = max(STEPS_AHEAD * self.width, most // 4)
         capacity = -(-(most + queries + ahead) // MULTIPLE) * MULTIPLE
         capacity = max(most + queries, min(capacity, self._longest))
-        if not sentences.pack(slots, capacity):
-            return False
+        sentences.pack(slots, capacity)
         self._mask = np.zeros((len(self._mask), 1, self.width, capacity), np.bool_)
         self._mask[: self.size, 0, :, :most] = np.take_along_axis(mask, slots[:, None], axis=2)
         self._write_index[: self.size] = kept
         self._capacity = capacity
-        return True
 
     def _reserve(self, rows: int) -> None:
         """Have arrays for so many rows of this capacity, keeping what the live ones hold."""

@@ -18,7 +18,7 @@ from tfm_export.graph import GENERATE
 from tfm_export.model.answers import Generation, IdsResult, Pending, Piece, Stream
 from tfm_export.model.requests import Call, Either, LongSource, Source, SourceReader, TextRequest, collect
 from tfm_export.model.runner import OnError, Runner, ids_result
-from tfm_export.runtime.backends import Backend, Candidate, Device, candidates, open_backend
+from tfm_export.runtime.backends import Backend, BackendChoice, DeviceName, backend_choices, open_backend
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.runtime.threads import usable_cpus
 from tfm_export.tokenizer import Tokenizer, load_tokenizer
@@ -398,7 +398,7 @@ class Model:
             raise RequestError("the model is closed", "load the bundle again")
 
 
-def _files_used(bundle: Bundle, ways: Iterable[Candidate]) -> list[str]:
+def _files_used(bundle: Bundle, ways: Iterable[BackendChoice]) -> list[str]:
     """The files of a bundle that ways to run it read: a service waits until their hashes are known."""
     folders = [
         folder
@@ -413,7 +413,7 @@ def load(
     path: str | Path = DEFAULT_PATH,
     *,
     backend: Backend = "auto",
-    device: Device = None,
+    device: DeviceName = None,
     variant: str | None = None,
     draft: str | None = None,
     threads: int | None = None,
@@ -441,7 +441,7 @@ def load(
     """
     bundle = Bundle.open(path, check_hashes=False)
     if check_hashes:
-        ways = candidates(bundle, backend=backend, device=device, variant=variant, draft=draft)
+        ways = backend_choices(bundle, backend=backend, device=device, variant=variant, draft=draft)
         bundle.check(_files_used(bundle, ways))
     tokenizer = load_tokenizer(bundle)
     chosen, step_model = open_backend(

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -36,15 +36,6 @@ Answer = Callable[[Prepared, Result, Call], AnswerT]
 Window = list[Prepared | TfmExportError]
 OfWindow = tuple[Window, list[AnswerT | TfmExportError]]
 Decoded = Generator[OfWindow[AnswerT], None, None]
-
-
-@runtime_checkable
-class AttentionSource(Protocol):
-    """A step model that can make one whose steps give attention."""
-
-    def with_attention(self) -> StepModel:
-        """The same model with steps that give attention."""
-        ...
 
 
 class Runner:
@@ -197,7 +188,8 @@ class Runner:
     def _model_for(self, options: DecodeOptions) -> StepModel:
         """The step model, or the slower one that gives attention where the options need it."""
         model = self._step_model
-        if not options.needs_attention or model.gives_attention or not isinstance(model, AttentionSource):
+        can = model.capabilities
+        if not options.needs_attention or can.gives_attention or not can.offers_attention:
             return model  # decoding refuses a model that does not give what the options need
         with self._lock:
             if self._attending is None:

@@ -12,7 +12,8 @@ import onnx
 from tfm_export.errors import BundleError, ExportError
 from tfm_export.graph import DECODER_STEP, DECODER_STEP_ATTENTION, ENCODER
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime.onnx_runtime import onnxruntime, session_options
+from tfm_export.runtime.cpu.onnx_runtime import onnxruntime
+from tfm_export.runtime.onnx_sessions import session_options
 
 _EXTERNAL_FROM_BYTES = 1024
 

@@ -13,7 +13,7 @@ from tfm_export.precision import FLOATS
 PURPOSES = {
     graph.ENCODER: "source ids to cross-attention keys and values, once a sentence",
     graph.DECODER_STEP: "the next token, over an append-only cache",
-    graph.DECODER_STEP_ATTENTION: "the same with attention weights",
+    graph.DECODER_STEP_ATTENTION: "the next token and a layer's attention",
     graph.WEIGHTS: "weights of all graphs",
     RANGES: "how large values get in fp32, for engines that compute them in 16 bits",
 }

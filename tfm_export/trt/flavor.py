@@ -19,7 +19,7 @@ from tfm_export.engines import FLAVORS
 from tfm_export.errors import BackendUnavailable, BuildError
 from tfm_export.extras import require
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime import cuda
+from tfm_export.runtime.gpu import cuda
 from tfm_export.trt.options import EngineOptions
 
 MODULES = {"tensorrt": ("tensorrt", "trt"), "rtx": ("tensorrt_rtx", "rtx")}

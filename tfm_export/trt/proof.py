@@ -19,7 +19,7 @@ import onnx_ir as ir
 from tfm_export.errors import BuildError
 from tfm_export.graph import cache_output_name
 from tfm_export.precision import PRECISIONS
-from tfm_export.trt.source import Source
+from tfm_export.trt.network_source import NetworkSource
 
 MOST_KEPT = 0.5  # of the products may be in other numbers, which is what the stage quantize accepts
 
@@ -94,7 +94,7 @@ def asked_product(precision: str, compute: str) -> str:
 
 
 def prove(
-    source: Source, precision: str, compute: str, found: Network, plan: Path, *, fused: bool, readable: bool
+    source: NetworkSource, precision: str, compute: str, found: Network, plan: Path, *, fused: bool, readable: bool
 ) -> PlanProof:
     """Compare what was built with what was asked for.
 
@@ -186,7 +186,7 @@ def _product_problems(asked: str, expected: Network, found: Network) -> Iterator
         yield f"{expected.products[asked]} of {total} products are {asked}; there are {_counts(expected.products)}"
 
 
-def _layer_problems(source: Source, compute: str, expected: Network, found: Network) -> Iterator[str]:
+def _layer_problems(source: NetworkSource, compute: str, expected: Network, found: Network) -> Iterator[str]:
     if found.attention != expected.attention:
         yield f"the graph has attention in {_counts(expected.attention)}, TensorRT's network {_counts(found.attention)}"
     float_type = PRECISIONS[compute].float_type
@@ -198,7 +198,7 @@ def _layer_problems(source: Source, compute: str, expected: Network, found: Netw
         yield f"not updated in place: {', '.join(missing)}"
 
 
-def _size_problems(source: Source, stored: int | None, attentions: int) -> Iterator[str]:
+def _size_problems(source: NetworkSource, stored: int | None, attentions: int) -> Iterator[str]:
     if stored is None:
         return
     weights = source.weight_bytes
@@ -231,7 +231,7 @@ def _layer_type(trt: ModuleType, tensor: Any, producers: dict[str, Any]) -> str:
 
 
 def _node_type(value: ir.Value | None) -> str:
-    """The same for a value of the graph."""
+    """The type of a value of the graph; of what is dequantised, the type that it was quantised to."""
     source = value
     while source is not None and (node := source.producer()) is not None and node.op_type in _PASSING_NODES:
         source = node.inputs[0]

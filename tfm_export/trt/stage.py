@@ -20,11 +20,11 @@ from tfm_export.trt.builder import Builder
 from tfm_export.trt.flavor import Flavor, open_flavor
 from tfm_export.trt.inspection import can_inspect, inspect_plan
 from tfm_export.trt.memory import Memory, estimate_memory
-from tfm_export.trt.monitor import Progress, Silent
+from tfm_export.trt.monitor import BuildObserver, Silent
+from tfm_export.trt.network_source import NetworkSource, derive_sources, uses_ranges, write_sources
 from tfm_export.trt.options import DEFAULT_BEAM, EngineOptions
 from tfm_export.trt.profiles import EngineLimits, usual_source_length
 from tfm_export.trt.proof import PlanProof, prove
-from tfm_export.trt.source import Source, derive_sources, uses_ranges, write_sources
 
 NETWORK = "network.txt"
 MOST_TOLD = 3  # values that stay in float32
@@ -54,7 +54,7 @@ class Blueprint:
     compute: Compute
     limits: EngineLimits
     capacities: tuple[int, ...]
-    sources: Sequence[Source]
+    sources: Sequence[NetworkSource]
     memory: Memory
     options: EngineOptions
 
@@ -107,7 +107,7 @@ def draw_blueprint(bundle: Bundle, options: EngineOptions, *, force: bool = Fals
 
 
 def build_engine(
-    bundle: Bundle, options: EngineOptions | None = None, progress: Progress | None = None, *, force: bool = False
+    bundle: Bundle, options: EngineOptions | None = None, progress: BuildObserver | None = None, *, force: bool = False
 ) -> EngineRecord:
     """Build an engine of a bundle's variant, prove that it is what was asked for, and add it to the bundle.
 
@@ -120,9 +120,9 @@ def build_engine(
         force: replace an engine of that name.
 
     Raises:
-        BackendUnavailable: see `draw_blueprint`.
-        BuildError: see `draw_blueprint`; or TensorRT did not build it, or it is not what was asked for.
-        BundleError: see `draw_blueprint`; or the disk is full.
+        BackendUnavailable: no TensorRT library can build here.
+        BuildError: what is asked for cannot be had, TensorRT did not build it, or built something else.
+        BundleError: the bundle lacks the variant, has an engine of that name, or cannot be written to.
         KeyboardInterrupt: Ctrl-C was pressed; the bundle is as it was.
     """
     progress = progress or Silent()
@@ -132,8 +132,10 @@ def build_engine(
     )
 
 
-def build_blueprint(bundle: Bundle, blueprint: Blueprint, progress: Progress, *, force: bool = False) -> EngineRecord:
-    """Build what a blueprint says; see `build_engine`."""
+def build_blueprint(
+    bundle: Bundle, blueprint: Blueprint, progress: BuildObserver, *, force: bool = False
+) -> EngineRecord:
+    """Build what a blueprint says, prove it and add it to the bundle; raises as `build_engine` does."""
     start = time.perf_counter()
     with new_part(bundle, blueprint.part, force=force, forget=lambda m: _without(m, blueprint.name)) as part:
         _tell_kept(blueprint.sources[:2], progress)  # all capacities keep the same
@@ -218,7 +220,7 @@ def _default_name(options: EngineOptions, flavor: Flavor, targets: Sequence[str]
     return "-".join(words)
 
 
-def _tell_kept(sources: Sequence[Source], progress: Progress) -> None:
+def _tell_kept(sources: Sequence[NetworkSource], progress: BuildObserver) -> None:
     """Say what is computed in float32 although another type was asked for."""
     for source in sources:
         if source.kept:
@@ -227,7 +229,9 @@ def _tell_kept(sources: Sequence[Source], progress: Progress) -> None:
             progress.note(f"{source.plan}: what does not fit stays in float32: {some}{more}")
 
 
-def _build_plan(builder: Builder, source: Source, blueprint: Blueprint, part: Part, progress: Progress) -> PlanProof:
+def _build_plan(
+    builder: Builder, source: NetworkSource, blueprint: Blueprint, part: Part, progress: BuildObserver
+) -> PlanProof:
     """Build and prove one plan, and write down what it is made of."""
     plan = part.path / plan_file(source.plan)
     built = builder.build(source, part.path, plan)
@@ -255,7 +259,7 @@ def _build_plan(builder: Builder, source: Source, blueprint: Blueprint, part: Pa
     return proof
 
 
-def _verify(bundle: Bundle, blueprint: Blueprint, part: Part, progress: Progress) -> dict[str, float]:
+def _verify(bundle: Bundle, blueprint: Blueprint, part: Part, progress: BuildObserver) -> dict[str, float]:
     """Decode with the graphs that were compiled; the shares that agree."""
     if GOLDEN not in bundle.manifest.files:
         progress.note(f"the bundle has no {GOLDEN}, so the graphs that were compiled are not decoded with")

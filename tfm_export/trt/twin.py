@@ -7,7 +7,7 @@ to padded heads, is done to what is decoded here; every result is rounded to the
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +20,9 @@ from tfm_export.errors import NumericError, ParityError
 from tfm_export.graph_files import WeightsFile, read_graph
 from tfm_export.passes.twin import float32_twin
 from tfm_export.precision import PRECISIONS, Compute, Precision
-from tfm_export.runtime.onnx_runtime import OnnxModel
-from tfm_export.trt.source import Source
+from tfm_export.progress import Progress
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+from tfm_export.trt.network_source import NetworkSource
 from tfm_export.verify import GenerationComparison, compare_generations, read_golden
 
 MOST_INPUTS = 200  # int8 in the form that TensorRT wants is slow on CPUs
@@ -29,13 +30,13 @@ MOST_INPUTS = 200  # int8 in the form that TensorRT wants is slow on CPUs
 
 def verify_sources(
     bundle: Bundle,
-    sources: Sequence[Source],
+    sources: Sequence[NetworkSource],
     folder: Path,
     *,
     variant: str,
     compute: Compute,
     threads: int | None,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> list[GenerationComparison]:
     """Decode the golden inputs with the graphs that TensorRT is given, and hold every token to PyTorch's.
 
@@ -75,9 +76,14 @@ def verify_sources(
 
 @contextmanager
 def compiled_model(
-    bundle: Bundle, sources: Sequence[Source], folder: Path, *, compute: Compute, threads: int | None
+    bundle: Bundle,
+    sources: Sequence[NetworkSource],
+    folder: Path,
+    *,
+    compute: Compute,
+    threads: int | None,
 ) -> Iterator[OnnxModel]:
-    """The graphs that TensorRT is given as a step model of the CPU, closed when the block ends; see `verify_sources`.
+    """The graphs that TensorRT is given as a step model of the CPU, closed when the block ends.
 
     Its capacity is free again: graphs of other capacities differ in nothing else.
     """
@@ -102,7 +108,7 @@ def compiled_model(
             loaded.close()
 
 
-def _name_axes(model: ir.Model, source: Source) -> None:
+def _name_axes(model: ir.Model, source: NetworkSource) -> None:
     """Give inputs and outputs the axes of the table again."""
     for values, specs in ((model.graph.inputs, source.inputs), (model.graph.outputs, source.outputs)):
         for value, spec in zip(values, specs, strict=True):

@@ -27,7 +27,6 @@ from onnx.reference.op_run import OpRun
 from onnx.reference.ops.op_attention import Attention_24 as ReferenceAttention
 
 from tfm_export import graph
-from tfm_export.bundle import Limits
 from tfm_export.graph_files import read_graph
 from tfm_export.runtime.step_model import Ids, Mask, StepOutput
 
@@ -78,30 +77,43 @@ class Float64Graph:
     """One graph of a bundle, computed in float64.
 
     Args:
-        path: of the graph; its weights lie where it says.
-        moves: how far numbers are moved; by default not at all.
+        proto: the graph without its constants.
+        constants: by name.
+        moves: how far numbers are moved.
     """
 
-    def __init__(self, path: Path, moves: Moves = STILL) -> None:
-        self._moves, self._random = moves, np.random.default_rng(moves.seed)
-        model = read_graph(path)
-        tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
-        self._constants: dict[str, Array] = {name: tensor.numpy() for name, tensor in tensors.items() if tensor}
-        self._cast_once = sum(constant.nbytes for constant in self._constants.values()) <= KEPT_BYTES
-        for name, constant in self._constants.items():
-            if moves.constants and _is_float(constant) and (constant.size == 1 or moves.tables):
-                self._constants[name] = self._near_float32(constant)
-            elif self._cast_once:
-                self._constants[name] = _in_float64(constant)
+    def __init__(self, proto: onnx.ModelProto, constants: Mapping[str, Array], moves: Moves = STILL) -> None:
+        self._proto, self._moves, self._random = proto, moves, np.random.default_rng(moves.seed)
+        self._constants, self._directions = dict(constants), dict[float, Array]()
+        self._nodes = ReferenceEvaluator(proto, new_ops=[*OPERATORS]).rt_nodes_
+        if moves.constants:
+            self._move_constants()
+        self._last_use = {name: number for number, node in enumerate(self._nodes) for name in node.input}
+        self._outputs = [value.name for value in proto.graph.output]
+
+    @classmethod
+    def read(cls, path: Path) -> Float64Graph:
+        """A graph from disk; its weights lie where it says."""
+        tensors = {name: value.const_value for name, value in read_graph(path).graph.initializers.items()}
+        constants = {name: tensor.numpy() for name, tensor in tensors.items() if tensor is not None}
+        if sum(constant.nbytes for constant in constants.values()) <= KEPT_BYTES:
+            constants = {name: _in_float64(constant) for name, constant in constants.items()}
         proto = onnx.load(path, load_external_data=False)
         del proto.graph.initializer[:]
-        self._nodes = ReferenceEvaluator(proto, new_ops=[*OPERATORS]).rt_nodes_
-        for node in self._nodes if moves.constants else ():
+        return cls(proto, constants)
+
+    def moved(self, moves: Moves) -> Float64Graph:
+        """The graph with numbers that are moved; it shares its constants with this one, but for those that are."""
+        return Float64Graph(self._proto, self._constants, moves)
+
+    def _move_constants(self) -> None:
+        for name, constant in self._constants.items():
+            if _is_float(constant) and (constant.size == 1 or self._moves.tables):
+                self._constants[name] = self._near_float32(constant)
+        for node in self._nodes:
             for attribute in node.onnx_node.attribute:
                 if attribute.type == onnx.AttributeProto.FLOAT:
                     setattr(node, attribute.name, float(self._near_float32(np.float32(attribute.f))))
-        self._last_use = {name: number for number, node in enumerate(self._nodes) for name in node.input}
-        self._outputs = [value.name for value in proto.graph.output]
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """What the graph gives.
@@ -174,8 +186,12 @@ class Float64Graph:
         return np.where(self._random.random(shape, dtype=np.float32) < 0.5, -1.0, 1.0)
 
     def _near_float32(self, constant: Array | np.float32) -> Array:
-        """What was rounded to float32, as far off as it may have been; a number of few digits was not rounded."""
-        moved = constant * (1 + self._moves.constants * self._signs(constant.shape))
+        """What was rounded to float32, as far off as it may have been; a number of few digits was not rounded.
+
+        A scalar that comes several times, as an epsilon does, was rounded the same way each time.
+        """
+        sign = self._directions.setdefault(float(constant.item()), self._signs(())) if constant.size == 1 else None
+        moved = constant * (1 + self._moves.constants * (self._signs(constant.shape) if sign is None else sign))
         fraction, _ = np.frexp(np.float64(constant))
         return np.where(np.ldexp(fraction, FEW_BITS) % 1 == 0, constant, moved)
 
@@ -184,16 +200,23 @@ class Float64Model:
     """A bundle's encoder and decoder step in float64.
 
     Args:
-        folder: where the graphs of a variant in float32 are.
+        encoder: encoder.onnx of a variant in float32.
+        decoder_step: its decoder_step.onnx.
         dimensions: the model's.
-        limits: the longest sequences.
-        moves: how far numbers are moved; by default not at all.
     """
 
-    def __init__(self, folder: Path, dimensions: graph.Dimensions, limits: Limits, moves: Moves = STILL) -> None:
-        self.dimensions, self.limits = dimensions, limits
-        self._encoder = Float64Graph(folder / graph.ENCODER, moves)
-        self._decoder_step = Float64Graph(folder / graph.DECODER_STEP, moves)
+    def __init__(self, encoder: Float64Graph, decoder_step: Float64Graph, dimensions: graph.Dimensions) -> None:
+        self._encoder, self._decoder_step, self.dimensions = encoder, decoder_step, dimensions
+
+    @classmethod
+    def read(cls, folder: Path, dimensions: graph.Dimensions) -> Float64Model:
+        """The graphs of a folder."""
+        encoder, decoder_step = (Float64Graph.read(folder / name) for name in (graph.ENCODER, graph.DECODER_STEP))
+        return cls(encoder, decoder_step, dimensions)
+
+    def moved(self, moves: Moves) -> Float64Model:
+        """The model with numbers that are moved."""
+        return Float64Model(self._encoder.moved(moves), self._decoder_step.moved(moves), self.dimensions)
 
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> Float64Sentences:
         """Run the encoder on a padded batch [B, S], and begin with empty caches of `capacity` slots."""
@@ -253,7 +276,7 @@ FLOATS = frozenset(
 )
 
 
-# ONNX's reference computes these in float32, or loses digits.
+# ONNX's reference computes these in float32, loses digits, or fails at sizes that it was not tested at.
 
 
 class Erf(OpRun):
@@ -261,6 +284,13 @@ class Erf(OpRun):
 
     def _run(self, x: Array) -> tuple[Array]:
         return (_erf(x),)
+
+
+class GatherElements(OpRun):
+    """Elements along an axis."""
+
+    def _run(self, x: Array, indices: Array, axis: int | None = None) -> tuple[Array]:
+        return (np.take_along_axis(x, indices, axis or 0),)
 
 
 class Gelu(OpRun):
@@ -335,4 +365,4 @@ class Attention(ReferenceAttention):
         return (np.concatenate(found, axis=2),)
 
 
-OPERATORS = (Attention, Erf, Gelu, LayerNormalization, LogSoftmax, RMSNormalization)
+OPERATORS = (Attention, Erf, GatherElements, Gelu, LayerNormalization, LogSoftmax, RMSNormalization)
