@@ -117,7 +117,7 @@ def build_tiny_model(seed: int = 0, **fields: Any) -> Transformer:
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif name.endswith(("W_q.weight", "W_k.weight")):
-                parameter.mul_(2)  # more than that, and rounding errors grow until parity is a matter of luck
+                parameter.mul_(3)
                 if name.endswith("W_q.weight") and not config.scale_attention:
                     parameter.div_(config.head_size**0.5)  # as training would do it
         if not config.tie_projection:

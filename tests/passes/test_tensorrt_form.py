@@ -27,7 +27,7 @@ from tfm_export.passes.static_quantization import quantize_static
 from tfm_export.passes.tensorrt_form import tensorrt_form
 from tfm_export.passes.twin import float32_twin
 from tfm_export.passes.weight_only import quantize_weights
-from tfm_export.quantize.calibration import decode_traces, observe, thresholds
+from tfm_export.quantize.calibration import decode_samples, observe, thresholds
 from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.tokenizer import load_tokenizer
 
@@ -239,7 +239,7 @@ def g2p(g2p_bundle: Path) -> tuple[Bundle, list[list[int]], dict[str, dict[str, 
     assert tokenizer is not None
     words = (ROOT / "examples/g2p/words.txt").read_text(encoding="utf-8").split()
     sources = [tokenizer.encode_source(word) for word in words]
-    traces = decode_traces(bundle, sources[::4], beam_size=1, max_length=30, threads=1)
+    traces = decode_samples(bundle, sources[::4], beam_size=1, max_length=30, threads=1)
     observations = observe(bundle, traces, threads=1)
     return bundle, sources, {method: thresholds(observations, method) for method in ("max", "percentile")}
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tfm_export.precision import PRECISIONS
+from tests.numerics import log_prob_limit
 from tfm_export.runtime.step_model import Sentences, StepModel, StepOutput
+from tfm_export.runtime.torch_model import TorchModel
 
-FLOOR = PRECISIONS["fp32"].tolerance.floor
 RNG = np.random.default_rng
 
 
@@ -51,16 +51,16 @@ class Row:
 
 
 class Batch:
-    """Sentences of a backend beside what they should be."""
+    """Sentences of a backend beside what they should be; errors are in parts of what float32 may be off."""
 
-    def __init__(self, model: StepModel, exact: StepModel, sources: list[list[int]], capacity: int) -> None:
-        self.model, self.exact = model, exact
+    def __init__(self, model: StepModel, exact: TorchModel, sources: list[list[int]], capacity: int) -> None:
+        self.model, self.exact, self.limit = model, exact, log_prob_limit(exact.model)
         self.rows = [Row(source) for source in sources]
         self.sentences: Sentences = model.encode(*padded(sources), capacity=capacity)
         self._rng = RNG(len(sources))
 
     def step(self, queries: int = 1) -> float:
-        """Feed random tokens to every row, each at its own slot and position; the largest error of log_probs."""
+        """Feed random tokens to every row, each at its own slot and position; the largest error."""
         size, capacity = len(self.rows), self.sentences.capacity
         ids = self._rng.integers(0, self.model.dimensions.target_vocabulary_size, (size, queries))
         positions, write_index = np.zeros((size, queries), np.int64), np.zeros(size, np.int64)
@@ -94,7 +94,7 @@ class Batch:
             expected = whole_target(self.exact, row.source, row.fed)[-taken:]
             chosen = expected[np.arange(taken), tokens[i]]
             worst = max(worst, float(np.abs(log_probs[i] - chosen).max()), float((expected.max(-1) - chosen).max()))
-        return worst
+        return worst / self.limit
 
     def _error(self, output: StepOutput, queries: int) -> float:
         assert output.log_probs is not None
@@ -105,7 +105,7 @@ class Batch:
             top = np.take_along_axis(expected, output.top_ids[i], -1)
             worst = max(worst, float(np.abs(output.top_log_probs[i] - top).max()))
             assert (np.diff(output.top_log_probs[i], axis=-1) <= 0).all()
-        return worst
+        return worst / self.limit
 
     def forget(self, row: int, tokens: int) -> None:
         """Let the last tokens of a row be a path that is not followed."""

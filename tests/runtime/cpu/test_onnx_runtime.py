@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.numerics import assert_close, exact_arrays, log_prob_limit
 from tests.runtime.conftest import ATTENTION_LAYER, LIMITS, Backends
 from tests.runtime.drive import padded
 from tests.skips import ON_LINUX, skip_if
@@ -69,7 +70,9 @@ def test_a_few_kinds_of_steps_stay_bound(backends: Backends) -> None:
     assert len(sentences._bound) == 8
     again = sentences.step(*step, full=True)
     assert again is not everything
-    np.testing.assert_allclose(again.log_probs, everything.log_probs, rtol=0, atol=1e-6)
+    # The same computation with the same shapes in the same thread, at another place in memory.
+    limit = 2 * log_prob_limit(backends.exact.model)
+    np.testing.assert_allclose(again.log_probs, everything.log_probs, rtol=0, atol=limit)
 
 
 def test_fewer_rows_are_the_same_memory(backends: Backends) -> None:
@@ -117,13 +120,18 @@ def test_attention_is_what_pytorch_gives(backends: Backends, beam_size: int) -> 
     options = DecodeOptions(beam_size=beam_size, max_decoding_length=9, return_attention=True, max_batch_size=2)
     special = backends.bundle.manifest.special_ids
     found, expected = (generate(model, sources, options, special) for model in (slow, exact))
+
+    def attention() -> list[np.ndarray]:
+        return [result.hypotheses[0].attention for result in generate(exact, sources, options, special)]
+
+    weights = iter(exact_arrays(attention))
     fast = generate(backends.onnx, sources, replace(options, return_attention=False), special)
     for source, one, other, plain in zip(sources, found, expected, fast, strict=True):
         (hypothesis,), (exactly,) = one.hypotheses, other.hypotheses
         assert hypothesis.tokens == exactly.tokens == plain.hypotheses[0].tokens
         assert hypothesis.attention is not None
         assert hypothesis.attention.shape == (len(hypothesis.tokens), len(source))
-        np.testing.assert_allclose(hypothesis.attention, exactly.attention, rtol=0, atol=1e-5)
+        assert_close(hypothesis.attention, next(weights))
 
 
 @pytest.fixture

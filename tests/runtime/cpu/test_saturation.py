@@ -22,8 +22,9 @@ from tfm_export.cli import cli
 from tfm_export.cli.doctor import _way_rows
 from tfm_export.errors import RequestError
 from tfm_export.generate_graph import add_generate_graph
-from tfm_export.runtime import onnx_runtime, probes, saturation
+from tfm_export.runtime import onnx_sessions, probes
 from tfm_export.runtime.backends import open_backend
+from tfm_export.runtime.cpu import onnx_runtime, saturation
 from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.runtime.cpu.processor import CpuFeatures, cpu_features
 from tfm_export.runtime.cpu.saturation import generate_graph_problem, needs_wide_sums, saturation_note
@@ -135,7 +136,7 @@ def test_sums_are_wide_where_the_graph_and_the_processor_need_it(
     monkeypatch.setattr(saturation, "cpu_features", lambda: processor)
     assert needs_wide_sums(variants / f"onnx/{variant}/{file}.onnx") is wide
     asked: list[bool] = []
-    options = onnx_runtime.session_options
+    options = onnx_sessions.session_options
 
     def spy(threads: int, *, exact: bool, wide_sums: bool) -> object:
         found = options(threads, exact=exact, wide_sums=wide_sums)
