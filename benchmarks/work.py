@@ -26,8 +26,9 @@ from benchmarks.contenders import (
     VARIANTS,
 )
 from tfm_export.bundle import Bundle, Manifest
+from tfm_export.passes.recipe import Recipe
 from tfm_export.quantize.calibration import decode_samples, observe, thresholds
-from tfm_export.quantize.variant import PURPOSES, Recipe, write_variant
+from tfm_export.quantize.variant import PURPOSES, write_variant
 from tfm_export.staging import new_part
 
 if TYPE_CHECKING:  # the contenders import this module too, and some must not load PyTorch

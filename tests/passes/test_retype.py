@@ -23,8 +23,9 @@ from tfm_export import graph
 from tfm_export.errors import ExportError
 from tfm_export.export.variant import dimensions_of
 from tfm_export.graph_files import read_graph
-from tfm_export.passes.retype import TYPES, FloatType, retype, source
+from tfm_export.passes.retype import TYPES, retype, source
 from tfm_export.passes.twin import float32_twin
+from tfm_export.precision import FloatType
 
 FLOAT = ir.DataType.FLOAT
 NORMS = {"LayerNormalization", "RMSNormalization"}

@@ -23,8 +23,9 @@ from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.errors import ExportError
 from tfm_export.graph_files import read_graph
-from tfm_export.passes.retype import TYPES, FloatType, retype
+from tfm_export.passes.retype import TYPES, retype
 from tfm_export.passes.twin import float32_twin
+from tfm_export.precision import FloatType
 from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.tokenizer import load_tokenizer
 

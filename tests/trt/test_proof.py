@@ -15,11 +15,11 @@ from tests.trt.conftest import build, unchanged
 from tfm_export.bundle import Bundle
 from tfm_export.errors import BuildError
 from tfm_export.passes.linears import add_initializer
-from tfm_export.precision import PRECISIONS
+from tfm_export.precision import PRECISIONS, Compute
 from tfm_export.trt import proof as proof_module
 from tfm_export.trt.flavor import Flavor
 from tfm_export.trt.network_source import NetworkSource
-from tfm_export.trt.options import Compute, EngineOptions
+from tfm_export.trt.options import EngineOptions
 from tfm_export.trt.proof import Network, asked_product, expected_network, prove
 from tfm_export.trt.stage import draw_blueprint
 

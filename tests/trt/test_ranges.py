@@ -20,9 +20,10 @@ from tfm_export.engines import read_engine
 from tfm_export.errors import BuildError, BundleError, NumericError, ParityError
 from tfm_export.export.variant import write_fp32_variant
 from tfm_export.graph_files import RANGES, read_ranges, write_ranges
+from tfm_export.passes.recipe import Recipe, layer_names
 from tfm_export.quantize import QuantizeOptions, quantize_bundle
 from tfm_export.quantize.calibration import decode_samples, observe, thresholds
-from tfm_export.quantize.variant import Recipe, layer_names, write_variant
+from tfm_export.quantize.variant import write_variant
 from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.trt import network_source
 from tfm_export.trt.network_source import NetworkSource, derive_sources, write_sources
@@ -70,11 +71,11 @@ def sources_of(bundle: Bundle, variant: str) -> list[NetworkSource]:
 
 
 @contextmanager
-def compiled(bundle: Bundle, sources: list[NetworkSource], folder: Path, *, head_size: int = 16) -> Iterator[OnnxModel]:
+def compiled(bundle: Bundle, sources: list[NetworkSource], folder: Path) -> Iterator[OnnxModel]:
     """What TensorRT is given, on the CPU."""
     folder.mkdir(exist_ok=True)
     write_sources(sources, folder)
-    with compiled_model(bundle, sources, folder, compute="fp16", head_size=head_size, threads=1) as model:
+    with compiled_model(bundle, sources, folder, compute="fp16", threads=1) as model:
         yield model
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from tests.export.conftest import Exported
 from tfm_export.bundle import Bundle
 from tfm_export.graph_files import read_graph
+from tfm_export.passes.recipe import Recipe
 from tfm_export.precision import PRECISIONS
-from tfm_export.quantize.variant import Recipe, write_variant
+from tfm_export.quantize.variant import write_variant
 
 THRESHOLD = 4.0
 

@@ -10,12 +10,12 @@ from typing import Any
 from tfm_export.bundle import GOLDEN, Bundle, Manifest
 from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.errors import BundleError, RequestError
+from tfm_export.precision import FLOATS
 from tfm_export.progress import Progress
 from tfm_export.quantize.calibration import CalibrationSample, decode_samples
 from tfm_export.quantize.metrics import METRICS, Development, Metric
 from tfm_export.quantize.options import QuantizeOptions
 from tfm_export.quantize.report import MetricComparison
-from tfm_export.quantize.variant import FLOAT_TYPES
 from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.tokenizer import Tokenizer, load_tokenizer
@@ -121,7 +121,7 @@ def gather_evidence(bundle: Bundle, precision: str, options: QuantizeOptions, pr
                 golden, facts = _decode_golden(model, judged, bundle), {"synthetic": False}
                 notes.append(f"judged by {len(judged)} of the calibration texts: the golden inputs are random ids")
         elif manifest.golden["synthetic"]:
-            if not (options.unproven and precision in FLOAT_TYPES):
+            if not (options.unproven and precision in FLOATS):
                 raise RequestError(
                     f"the golden inputs of {bundle.path} are random ids: they say nothing of its quality",
                     "--calibration FILE with real source texts, or tfm-export onnx CHECKPOINT --inputs FILE",

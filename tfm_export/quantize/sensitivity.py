@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from tfm_export.bundle import Bundle
 from tfm_export.graph_files import read_graph
+from tfm_export.passes.recipe import Recipe, convert, layer_names
 from tfm_export.progress import Progress
 from tfm_export.quantize.calibration import CalibrationSample
-from tfm_export.quantize.variant import Recipe, convert, layer_names
 from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.runtime.step_model import StepModel
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tfm_export.bundle import Bundle, Manifest, write_text
 from tfm_export.errors import NumericError, ParityError, RequestError
-from tfm_export.precision import PRECISIONS
+from tfm_export.passes.recipe import Recipe, layer_names
+from tfm_export.precision import FLOATS, PRECISIONS
 from tfm_export.progress import Progress
 from tfm_export.quantize.calibration import CalibrationSample, Observation, observe, thresholds
 from tfm_export.quantize.evidence import Evidence, gather_evidence, padded_samples
@@ -17,23 +18,12 @@ from tfm_export.quantize.options import QuantizeOptions, check_precision, skippe
 from tfm_export.quantize.report import MetricComparison, QuantizeReport
 from tfm_export.quantize.sensitivity import layer_costs
 from tfm_export.quantize.speed import Speed, measure_speed, overall
-from tfm_export.quantize.variant import (
-    BITS,
-    FLOAT_TYPES,
-    PURPOSES,
-    STATIC,
-    Made,
-    Recipe,
-    layer_names,
-    write_variant,
-)
+from tfm_export.quantize.variant import PURPOSES, Made, write_variant
 from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.runtime.cpu.processor import cpu_features
 from tfm_export.staging import check_part, new_part
 from tfm_export.verify import GenerationComparison, compare_generations, cpu_model
 
-# By what the example loses: floats of 8 bits have range to spare, and lose by clipping.
-DEFAULT_METHODS = {"int8": "percentile", "fp8": "max"}
 LARGEST_SHARE_KEPT = 0.5  # a variant with more layers in fp32 than that is not worth its name
 
 
@@ -149,12 +139,18 @@ class _Work:
     @property
     def static(self) -> str | None:
         """The precision of what is computed in 8 bits with fixed scales, if anything is."""
-        return "int8" if self.options.int8_encoder else self.precision if self.precision in STATIC else None
+        return (
+            "int8"
+            if self.options.int8_encoder
+            else self.precision
+            if PRECISIONS[self.precision].quantizes_activations
+            else None
+        )
 
     @property
     def method(self) -> str | None:
         """How activations are calibrated; None where they are not."""
-        return None if self.static is None else self.options.method or DEFAULT_METHODS[self.static]
+        return None if self.static is None else self.options.method or PRECISIONS[self.static].calibration
 
     def _observe(self, samples: Sequence[CalibrationSample]) -> dict[str, Observation]:
         return observe(self.bundle, samples, threads=self.options.threads, progress=self.progress)
@@ -176,7 +172,7 @@ class _Work:
             report = self._judged(report, folder, evidence)
             if report.quality_passed:
                 break
-            if self.precision in FLOAT_TYPES:
+            if self.precision in FLOATS:
                 raise ParityError(report.problems(), "another precision; --min-agreement and --max-loss set the limits")
             costs = costs or layer_costs(
                 self.bundle, first, evidence.samples, threads=self.options.threads, progress=self.progress
@@ -193,7 +189,7 @@ class _Work:
                     "another precision; --min-agreement and --max-loss set the limits",
                 )
             recipe = replace(first, skip=first.skip | set([*costs][:keep]))
-        if not costs and self.precision not in FLOAT_TYPES and evidence.golden:
+        if not costs and self.precision not in FLOATS and evidence.golden:
             costs = layer_costs(
                 self.bundle, first, evidence.samples, threads=self.options.threads, progress=self.progress
             )
@@ -238,7 +234,7 @@ class _Work:
         if self.target != "cpu":
             return {}
         fused = fused_operators(folder)
-        if self.precision in BITS:
+        if PRECISIONS[self.precision].weight_only:
             layers = [name for name in made.quantized if _multiplies(name)]
             check_fused(folder, {name: recipe.precision_of(name.partition("/")[0]) for name in layers})
         return {name: dict(counts) for name, counts in fused.items()}
@@ -291,7 +287,7 @@ class _Work:
             target=self.target,
             int8_encoder=int8_encoder,
             method=self.method,
-            calibrated_on=len(evidence.samples) if self.method or self.precision in FLOAT_TYPES else 0,
+            calibrated_on=len(evidence.samples) if self.method or self.precision in FLOATS else 0,
             layers=len(self.layers),
             quantized=made.quantized,
             kept={**made.kept, **mended},

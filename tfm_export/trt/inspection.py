@@ -13,8 +13,7 @@ from tfm_export.errors import BuildError
 from tfm_export.graph import cache_output_name
 from tfm_export.trt.flavor import Flavor
 from tfm_export.trt.network_source import NetworkSource
-
-_TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "BOOL": "bool"}
+from tfm_export.trt.proof import type_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +65,8 @@ def _problems(engine: Any, source: NetworkSource) -> Iterator[str]:
         yield f"it has the inputs and outputs {sorted(found)}, expected {sorted(wanted)}"
         return
     for spec in (*source.inputs, *source.outputs):
-        kind = str(engine.get_tensor_dtype(spec.name)).rpartition(".")[2]
-        if _TYPES.get(kind, kind) != spec.dtype:
-            yield f"{spec.name} must be {spec.dtype}, found {_TYPES.get(kind, kind)}"
+        if (kind := type_name(engine.get_tensor_dtype(spec.name))) != spec.dtype:
+            yield f"{spec.name} must be {spec.dtype}, found {kind}"
     caches = {cache_output_name(spec.name): spec.name for spec in source.inputs}
     for spec in source.outputs:
         if spec.name in caches and engine.get_aliased_input_tensor(spec.name) != caches[spec.name]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from tfm_export.engines import FLOAT_TYPES
 from tfm_export.graph import Dimensions
+from tfm_export.precision import PRECISIONS
 from tfm_export.trt.network_source import NetworkSource
 from tfm_export.trt.profiles import EngineLimits, Sizes, propagate
 
@@ -64,8 +64,8 @@ def estimate_memory(
         limits: the largest sizes.
         capacities: slots a sentence.
     """
-    element = 4 if FLOAT_TYPES[compute] == "float32" else 2
-    slot = 2 * dimensions.decoder_layers * dimensions.heads * dimensions.head_size * element
+    item_bytes = PRECISIONS[compute].item_bytes
+    slot = 2 * dimensions.decoder_layers * dimensions.heads * dimensions.head_size * item_bytes
     caches = {capacity: slot * capacity for capacity in capacities}
     return Memory(
         weights={source.plan: source.weight_bytes for source in sources},

@@ -10,19 +10,16 @@ import onnx_ir as ir
 
 from tfm_export import graph
 from tfm_export.bundle import Bundle
-from tfm_export.engines import ENCODER_PLAN, FLOAT_TYPES, step_plan
+from tfm_export.engines import ENCODER_PLAN, step_plan
 from tfm_export.errors import BuildError
-from tfm_export.graph import Dimensions, TensorSpec
+from tfm_export.graph import TensorSpec
 from tfm_export.graph_files import RANGES, WeightsFile, read_graph, read_ranges
-from tfm_export.passes.embeddings import quantize_embeddings
-from tfm_export.passes.head_padding import pad_heads, padded_head_size
+from tfm_export.passes.head_padding import pad_heads
 from tfm_export.passes.linears import linears
 from tfm_export.passes.merged_linears import merge_block_linears
-from tfm_export.passes.retype import retype
-from tfm_export.passes.static_quantization import quantize_static
+from tfm_export.passes.recipe import Recipe, convert, of_graph
 from tfm_export.passes.tensorrt_form import tensorrt_form
-from tfm_export.passes.weight_only import quantize_weights
-from tfm_export.trt.options import Compute
+from tfm_export.precision import FLOATS, PRECISIONS, Compute
 from tfm_export.trt.profiles import EngineLimits, OptimizationProfile, check_profiles
 from tfm_export.trt.refusals import check_graph
 
@@ -60,11 +57,6 @@ class NetworkSource:
         return f"{self.plan}.onnx"
 
 
-def engine_head_size(dimensions: Dimensions, compute: Compute) -> int:
-    """The head size in an engine: padded where 16-bit attention wants it."""
-    return dimensions.head_size if compute == "fp32" else padded_head_size(dimensions.head_size)
-
-
 def derive_sources(
     bundle: Bundle, variant: str, compute: Compute, limits: EngineLimits, capacities: Sequence[int]
 ) -> list[NetworkSource]:
@@ -84,9 +76,8 @@ def derive_sources(
         BuildError: TensorRT would not take a graph as it is, shapes do not fit together, or nobody has measured whether
             the variant's numbers fit into float16.
     """
-    float_type, ranges = FLOAT_TYPES[compute], _measured_ranges(bundle, variant, compute)
-    dimensions = bundle.manifest.dimensions
-    wide = Dimensions(**{**vars(dimensions), "head_size": engine_head_size(dimensions, compute)})
+    float_type, ranges = PRECISIONS[compute].float_type, _measured_ranges(bundle, variant, compute)
+    wide = bundle.manifest.dimensions.padded(float_type)
     model, kept = _derive(bundle, graph.ENCODER, variant, compute, ranges)
     encoder = NetworkSource(
         plan=ENCODER_PLAN,
@@ -131,7 +122,7 @@ def write_sources(sources: Sequence[NetworkSource], folder: Path) -> None:
 
 def uses_ranges(variant: str, compute: Compute) -> bool:
     """Whether measured ranges decide what an engine computes in 16 bits: bfloat16 has the range of float32."""
-    return variant not in FLOAT_TYPES and compute == "fp16"
+    return variant not in FLOATS and compute == "fp16"
 
 
 def _measured_ranges(bundle: Bundle, variant: str, compute: Compute) -> dict[str, float] | None:
@@ -158,14 +149,12 @@ def _derive(
     else:
         model = _sketch(bundle.variant_path("fp32") / file, variant)
     kept = {}
-    if variant not in FLOAT_TYPES:
-        start = f"{Path(file).stem}/"
-        own = None if ranges is None else {v.removeprefix(start): r for v, r in ranges.items() if v.startswith(start)}
-        found = tensorrt_form(model, variant, compute=compute, ranges=own).kept
+    if variant not in FLOATS:
+        found = tensorrt_form(model, variant, compute=compute, ranges=of_graph(ranges, Path(file).stem)).kept
         kept = {name: reason for name, reason in found.items() if name not in _never_told(model)}
         merge_block_linears(model)
-    if compute != "fp32":
-        pad_heads(model, bundle.manifest.dimensions.head_size)
+    dimensions = bundle.manifest.dimensions
+    pad_heads(model, dimensions.head_size, dimensions.padded(PRECISIONS[compute].float_type).head_size)
     return model, kept
 
 
@@ -179,15 +168,8 @@ def _never_told(model: ir.Model) -> set[str]:
 def _sketch(path: Path, variant: str) -> ir.Model:
     """A graph of the form and size that a variant will have."""
     model, name = read_graph(path), path.stem
-    if variant in FLOAT_TYPES:
-        retype(model, "bfloat16" if variant == "bf16" else "float16")
-        return model
-    if variant in {"w8", "w4"}:
-        quantize_weights(model, name, bits=4 if variant == "w4" else 8)
-    else:
-        thresholds = {f"{name}/{layer.input.name}": 1.0 for layer in linears(model, name)}
-        quantize_static(model, name, thresholds, numbers="fp8" if variant == "fp8" else "int8")
-    quantize_embeddings(model, name)
+    thresholds = {f"{name}/{layer.input.name}": 1.0 for layer in linears(model, name)}
+    convert(model, name, Recipe(precision=variant, thresholds=thresholds))
     return model
 
 

@@ -10,19 +10,19 @@ from dataclasses import dataclass, replace
 
 from tfm_export import graph
 from tfm_export.bundle import GOLDEN, Bundle, Manifest
-from tfm_export.engines import ENGINE_FILE, ENGINES, FLOAT_TYPES, EngineRecord, plan_file
+from tfm_export.engines import ENGINE_FILE, ENGINES, EngineRecord, plan_file
 from tfm_export.errors import BuildError, BundleError
 from tfm_export.extras import require_onnxruntime
-from tfm_export.graph import Dimensions
 from tfm_export.graph_files import RANGES
+from tfm_export.precision import FLOATS, PRECISIONS, Compute
 from tfm_export.staging import Part, check_part, new_part
 from tfm_export.trt.builder import Builder
 from tfm_export.trt.flavor import Flavor, open_flavor
 from tfm_export.trt.inspection import can_inspect, inspect_plan
 from tfm_export.trt.memory import Memory, estimate_memory
 from tfm_export.trt.monitor import BuildObserver, Silent
-from tfm_export.trt.network_source import NetworkSource, derive_sources, engine_head_size, uses_ranges, write_sources
-from tfm_export.trt.options import DEFAULT_BEAM, Compute, EngineOptions
+from tfm_export.trt.network_source import NetworkSource, derive_sources, uses_ranges, write_sources
+from tfm_export.trt.options import DEFAULT_BEAM, EngineOptions
 from tfm_export.trt.profiles import EngineLimits, usual_source_length
 from tfm_export.trt.proof import PlanProof, prove
 
@@ -87,11 +87,11 @@ def draw_blueprint(bundle: Bundle, options: EngineOptions, *, force: bool = Fals
     targets = flavor.targets(options)
     limits = resolve_limits(bundle, options)
     capacities = resolve_capacities(limits, options.capacities)
-    compute, dimensions = options.computes_in, bundle.manifest.dimensions
+    compute = options.computes_in
     name = options.name or _default_name(options, flavor, targets)
     check_part(bundle, f"{ENGINES}/{name}", force=force)
     sources = derive_sources(bundle, options.variant, compute, limits, capacities)
-    wide = Dimensions(**{**vars(dimensions), "head_size": engine_head_size(dimensions, compute)})
+    wide = bundle.manifest.dimensions.padded(PRECISIONS[compute].float_type)
     return Blueprint(
         name=name,
         flavor=flavor,
@@ -212,7 +212,7 @@ def _check_variant(bundle: Bundle, variant: str) -> None:
 
 def _default_name(options: EngineOptions, flavor: Flavor, targets: Sequence[str]) -> str:
     words = [options.variant]
-    if options.variant not in FLOAT_TYPES and options.computes_in != "fp16":
+    if options.variant not in FLOATS and options.computes_in != "fp16":
         words.append(options.computes_in)
     words.append(flavor.name)
     if flavor.name == "tensorrt":  # of this GPU alone: engines for others may join it in the bundle
@@ -275,7 +275,6 @@ def _verify(bundle: Bundle, blueprint: Blueprint, part: Part, progress: BuildObs
         part.path,
         variant=blueprint.variant,
         compute=blueprint.compute,
-        head_size=engine_head_size(bundle.manifest.dimensions, blueprint.compute),
         threads=blueprint.options.threads,
         progress=progress.begin,
     )
@@ -285,7 +284,7 @@ def _verify(bundle: Bundle, blueprint: Blueprint, part: Part, progress: BuildObs
 def _record(
     bundle: Bundle, blueprint: Blueprint, proofs: Sequence[PlanProof], agreement: dict[str, float], seconds: float
 ) -> EngineRecord:
-    limits, dimensions = blueprint.limits, bundle.manifest.dimensions
+    limits, float_type = blueprint.limits, PRECISIONS[blueprint.compute].float_type
     sources = [graph.ENCODER, graph.DECODER_STEP, graph.WEIGHTS]
     if uses_ranges(blueprint.variant, blueprint.compute):
         sources.append(RANGES)
@@ -297,7 +296,7 @@ def _record(
         compute_capabilities=blueprint.targets,
         variant=blueprint.variant,
         compute=blueprint.compute,
-        float_type=FLOAT_TYPES[blueprint.compute],
+        float_type=float_type,
         max_batch_size=limits.max_batch_size,
         max_beam_size=limits.max_beam_size,
         max_source_length=limits.max_source_length,
@@ -305,7 +304,7 @@ def _record(
         capacities=blueprint.capacities,
         plans={source.plan: plan_file(source.plan) for source in blueprint.sources},
         onnx_hashes={name: bundle.manifest.files[name].sha256 for name in files},
-        head_size_padded=engine_head_size(dimensions, blueprint.compute),
+        head_size_padded=bundle.manifest.dimensions.padded(float_type).head_size,
         attention="fused" if all(proof.fused for proof in proofs) else "decomposed",
         profiles={
             source.plan: tuple(profile.shapes(source.inputs) for profile in source.profiles)

@@ -16,16 +16,13 @@ import onnx_ir as ir
 
 from tfm_export import graph
 from tfm_export.bundle import GOLDEN, Bundle
-from tfm_export.engines import FLOAT_TYPES
 from tfm_export.errors import NumericError, ParityError
-from tfm_export.graph import Dimensions
 from tfm_export.graph_files import WeightsFile, read_graph
 from tfm_export.passes.twin import float32_twin
-from tfm_export.precision import PRECISIONS, Precision
+from tfm_export.precision import PRECISIONS, Compute, Precision
 from tfm_export.progress import Progress
 from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.trt.network_source import NetworkSource
-from tfm_export.trt.options import Compute
 from tfm_export.verify import GenerationComparison, compare_generations, read_golden
 
 MOST_INPUTS = 200  # int8 in the form that TensorRT wants is slow on CPUs
@@ -38,7 +35,6 @@ def verify_sources(
     *,
     variant: str,
     compute: Compute,
-    head_size: int,
     threads: int | None,
     progress: Progress,
 ) -> list[GenerationComparison]:
@@ -50,7 +46,6 @@ def verify_sources(
         folder: where they were written to.
         variant: the precision.
         compute: what is computed in where nothing is quantised.
-        head_size: of caches and cross-attention keys and values in these graphs.
         threads: to compute with; None for the CPUs this process may use.
         progress: told what begins.
 
@@ -58,8 +53,8 @@ def verify_sources(
         ParityError: too many generations differ, or a number is not finite.
     """
     manifest, golden = bundle.manifest, read_golden(bundle, GOLDEN)[:MOST_INPUTS]
-    precision = _needed(bundle, variant, compute)
-    with compiled_model(bundle, sources, folder, compute=compute, head_size=head_size, threads=threads) as model:
+    precision, float_type = _needed(bundle, variant, compute), PRECISIONS[compute].float_type
+    with compiled_model(bundle, sources, folder, compute=compute, threads=threads) as model:
         try:
             found = compare_generations(
                 model, golden, manifest.special_ids, manifest.golden, precision, lambda what: progress(f"twin: {what}")
@@ -67,7 +62,7 @@ def verify_sources(
         except NumericError as problem:
             raise ParityError(
                 [f"the graphs for TensorRT: {text}" for text in problem.problems],
-                f"--compute bf16, which has the range of float32: numbers leave that of {FLOAT_TYPES[compute]}",
+                f"--compute bf16, which has the range of float32: numbers leave that of {float_type}",
             ) from problem
     problems = [
         f"the graphs for TensorRT, {c.name}: {c.agreement:.1%} of {c.count} inputs agree, {c.needed:.0%} are needed"
@@ -86,7 +81,6 @@ def compiled_model(
     folder: Path,
     *,
     compute: Compute,
-    head_size: int,
     threads: int | None,
 ) -> Iterator[OnnxModel]:
     """The graphs that TensorRT is given as a step model of the CPU, closed when the block ends.
@@ -104,7 +98,7 @@ def compiled_model(
                 float32_twin(model)
             _keep_infinities(model)
             weights.write(model, target / file)
-        wide = Dimensions(**{**vars(bundle.manifest.dimensions), "head_size": head_size})
+        wide = bundle.manifest.dimensions.padded(PRECISIONS[compute].float_type)
         loaded = OnnxModel(
             Bundle(bundle.path, replace(bundle.manifest, dimensions=wide)), folder=target, threads=threads
         )
@@ -158,7 +152,7 @@ def _needed(bundle: Bundle, variant: str, compute: Compute) -> Precision:
         return precision
     accepted = bundle.manifest.variants[variant].get("agreement")
     needed = precision.agreement if accepted is None else min(precision.agreement, float(accepted))
-    if variant not in FLOAT_TYPES:
+    if precision.quantized:
         needed -= 1 - PRECISIONS[compute].agreement
     if bundle.manifest.golden.get("synthetic", True):
         needed = 0.0

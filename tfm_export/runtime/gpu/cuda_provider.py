@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from tfm_export.errors import BackendUnavailable, BundleError
 from tfm_export.extras import require, require_onnxruntime
 from tfm_export.graph import TensorSpec
+from tfm_export.precision import FLOATS
 from tfm_export.runtime.gpu import cuda
 from tfm_export.runtime.onnx_sessions import check_form, session_options
 
@@ -30,8 +31,6 @@ PROVIDER = "CUDAExecutionProvider"
 # The CUDA providers of 1.25 and 1.26 have no Reshape of opset 24: half of the decoder step, its caches with it, is put
 # on the CPU there. That of 1.27 has every operator of the graphs.
 OLDEST = (1, 27)
-# It takes the graphs of others, and fails when they run (weights in blocks), or dequantises and computes in float32.
-VARIANTS = ("fp32", "fp16", "bf16")
 # What ONNX Runtime computes on the CPU although the provider has it, because it computes shapes, which the CPU needs.
 SHAPE_OPERATORS = {
     *("Shape", "Size", "Constant", "ConstantOfShape", "Gather", "Slice", "Concat", "Squeeze", "Unsqueeze", "Reshape"),
@@ -66,9 +65,9 @@ def check_cuda_provider(device: int = 0, *, variant: str = "fp32") -> None:
             "operators that the graphs have",
             "pip install --upgrade 'tfm-export[gpu]'",
         )
-    if variant not in VARIANTS:
+    if variant not in FLOATS:  # it takes quantised graphs, and fails when they run, or dequantises and is in float32
         raise BackendUnavailable(
-            f"ONNX Runtime's CUDA provider has no kernels for {variant}, only for {', '.join(VARIANTS)}",
+            f"ONNX Runtime's CUDA provider has no kernels for {variant}, only for {', '.join(FLOATS)}",
             f'a TensorRT engine of {variant}; variant="fp16"; or device="cpu"',
         )
     _load_libraries()

@@ -25,7 +25,7 @@ from tfm_export.graph import (
     encoder_inputs,
     encoder_outputs,
 )
-from tfm_export.precision import PRECISIONS
+from tfm_export.precision import PRECISIONS, Precision
 from tfm_export.runtime.gpu import cuda
 from tfm_export.runtime.gpu.compiled_graphs import ANY, CompiledGraph, DeviceGraphs, GraphContext, Profile
 from tfm_export.runtime.gpu.cuda import CudaStream, DeviceBuffer
@@ -72,7 +72,7 @@ class OnnxCudaModel(DeviceModel):
         folder = bundle.variant_path(variant)
         check_cuda_provider(device, variant=variant)
         try:
-            super().__init__(_load(bundle, folder, PRECISIONS[variant].float_type, device), workers)
+            super().__init__(_load(bundle, folder, PRECISIONS[variant], device), workers)
             self._try()
         except cuda.OutOfDeviceMemory as problem:
             raise BackendUnavailable(problem.problems, 'end what else uses the GPU, or device="cpu"') from problem
@@ -97,9 +97,9 @@ class OnnxCudaModel(DeviceModel):
         return self._attending()
 
 
-def _load(bundle: Bundle, folder: Path, kind: str, device: int) -> DeviceGraphs:
+def _load(bundle: Bundle, folder: Path, precision: Precision, device: int) -> DeviceGraphs:
     """Load the two graphs of a variant."""
-    dimensions, limits = bundle.manifest.dimensions, bundle.manifest.limits
+    dimensions, limits, kind = bundle.manifest.dimensions, bundle.manifest.limits, precision.float_type
     encoder = SessionGraph(
         folder / ENCODER, encoder_inputs(), encoder_outputs(dimensions, kind), device, limits.max_source_length
     )
@@ -112,7 +112,7 @@ def _load(bundle: Bundle, folder: Path, kind: str, device: int) -> DeviceGraphs:
         step_queries=0,
         dimensions=dimensions,
         limits=limits,
-        rows=RowShape(dimensions.heads, dimensions.head_size, 4 if kind == "float32" else 2),
+        rows=RowShape(dimensions.heads, dimensions.head_size, precision.item_bytes),
         float_type=kind,
     )
 

@@ -13,6 +13,7 @@ from tfm_export.bundle import Bundle, Limits
 from tfm_export.engines import ENCODER_PLAN, ENGINES, EngineRecord, check_runs_here, read_engine, step_plan
 from tfm_export.errors import BackendUnavailable
 from tfm_export.graph import TensorSpec, decoder_step_inputs, decoder_step_outputs, encoder_inputs, encoder_outputs
+from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.gpu import cuda
 from tfm_export.runtime.gpu.compiled_graphs import DeviceGraphs
 from tfm_export.runtime.gpu.cuda import Gpu
@@ -97,7 +98,7 @@ def _load(bundle: Bundle, record: EngineRecord, library: Library, gpu: Gpu) -> D
                 max_source_length=min(limits.max_source_length, record.max_source_length),
                 max_target_length=min(limits.max_target_length, record.max_target_length),
             ),
-            rows=RowShape(dimensions.heads, record.head_size_padded, 4 if kind == "float32" else 2),
+            rows=RowShape(padded.heads, padded.head_size, PRECISIONS[record.compute].item_bytes),
             float_type=kind,
         )
         undo.pop_all()
