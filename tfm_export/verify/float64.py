@@ -35,8 +35,9 @@ Array = NDArray[Any]
 # Weights up to this size are kept in float64, which doubles them; larger ones are cast whenever they are read.
 KEPT_BYTES = 1 << 30
 
-# A float32 number of at most so many significant bits, such as 16 or 0.125, is taken for what was meant.
-FEW_BITS = 12
+# What a scalar was before it was rounded to float32 is known if it has at most so many significant bits (0.125), or so
+# many digits (1e-5), or is the root of a whole number up to so much or the inverse of one (1 / sqrt(48)).
+FEW_BITS, FEW_DIGITS, LARGEST_ROOTED = 12, 6, 1 << 16
 # Of the scores that are computed at once, in float64.
 ATTENTION_BYTES = 1 << 27
 
@@ -58,9 +59,9 @@ class Moves:
 
     Attributes:
         results: of each operation, relative to the size of what it is made of.
-        constants: numbers that the graph stores in float32, where PyTorch computes with what Python holds in float64,
-            such as 1 / sqrt(48): scalars and attributes, relative to their own size.
-        tables: whether larger constants are moved as well, weights among them.
+        constants: scalars and attributes that the graph stores in float32, where PyTorch computes with what Python
+            holds in float64, and which are no numbers that anybody would recognise; relative to their own size.
+        tables: whether all other constants are moved as well, weights among them.
         seed: of the moves.
     """
 
@@ -86,8 +87,7 @@ class Float64Graph:
         self._proto, self._moves, self._random = proto, moves, np.random.default_rng(moves.seed)
         self._constants, self._directions = dict(constants), dict[float, Array]()
         self._nodes = ReferenceEvaluator(proto, new_ops=[*OPERATORS]).rt_nodes_
-        if moves.constants:
-            self._move_constants()
+        self._restore_constants()
         self._last_use = {name: number for number, node in enumerate(self._nodes) for name in node.input}
         self._outputs = [value.name for value in proto.graph.output]
 
@@ -106,14 +106,15 @@ class Float64Graph:
         """The graph with numbers that are moved; it shares its constants with this one, but for those that are."""
         return Float64Graph(self._proto, self._constants, moves)
 
-    def _move_constants(self) -> None:
+    def _restore_constants(self) -> None:
+        """Compute with what constants were before they were rounded to float32, or with what they may have been."""
         for name, constant in self._constants.items():
             if _is_float(constant) and (constant.size == 1 or self._moves.tables):
-                self._constants[name] = self._near_float32(constant)
+                self._constants[name] = self._before_float32(constant)
         for node in self._nodes:
             for attribute in node.onnx_node.attribute:
                 if attribute.type == onnx.AttributeProto.FLOAT:
-                    setattr(node, attribute.name, float(self._near_float32(np.float32(attribute.f))))
+                    setattr(node, attribute.name, float(self._before_float32(np.asarray(attribute.f))))
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """What the graph gives.
@@ -143,8 +144,8 @@ class Float64Graph:
             context = {"context": {**self._constants, **values}} if node.need_context() else {}
             return tuple(node.run(*arrays, **context))
 
-        if node.op_type == "Constant" and self._moves.constants:
-            return tuple(self._near_float32(x) if _is_float(x) and x.size == 1 else x for x in run())
+        if node.op_type == "Constant":
+            return tuple(self._before_float32(x) if _is_float(x) and x.size == 1 else x for x in run())
         if not self._moves.results or node.op_type in EXACT or node.need_context():
             return run(*inputs)
         found, sizes = self._rounded(node.op_type, run, inputs)
@@ -185,15 +186,31 @@ class Float64Graph:
         """Up or down, by chance: moves are as large as they may be."""
         return np.where(self._random.random(shape, dtype=np.float32) < 0.5, -1.0, 1.0)
 
-    def _near_float32(self, constant: Array | np.float32) -> Array:
-        """What was rounded to float32, as far off as it may have been; a number of few digits was not rounded.
+    def _before_float32(self, constant: Array) -> Array:
+        """What was rounded to float32; where that is not known, moved as far as rounding may have moved it.
 
         A scalar that comes several times, as an epsilon does, was rounded the same way each time.
         """
-        sign = self._directions.setdefault(float(constant.item()), self._signs(())) if constant.size == 1 else None
-        moved = constant * (1 + self._moves.constants * (self._signs(constant.shape) if sign is None else sign))
-        fraction, _ = np.frexp(np.float64(constant))
-        return np.where(np.ldexp(fraction, FEW_BITS) % 1 == 0, constant, moved)
+        if constant.size > 1:
+            return constant * (1 + self._moves.constants * self._signs(constant.shape))
+        value = float(constant.item())
+        meant = meant_by(value)
+        if meant is None or self._moves.tables:
+            meant = value * float(1 + self._moves.constants * self._directions.setdefault(value, self._signs(())))
+        return np.full(constant.shape, meant)
+
+
+def meant_by(rounded: float) -> float | None:
+    """The number that somebody wrote who got this one by rounding to float32; None if that cannot be told."""
+    fraction, _ = math.frexp(rounded)
+    if not math.isfinite(rounded) or math.ldexp(fraction, FEW_BITS) % 1 == 0:
+        return rounded
+    candidates = [float(f"{rounded:.{FEW_DIGITS}g}")]
+    for whole in (round(rounded**2), round(1 / rounded**2)):
+        if 0 < whole <= LARGEST_ROOTED:
+            root = math.copysign(math.sqrt(whole), rounded)
+            candidates += [root, 1 / root]
+    return next((number for number in candidates if np.float32(number) == np.float32(rounded)), None)
 
 
 class Float64Model:
