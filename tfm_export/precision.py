@@ -17,7 +17,6 @@ FLOAT32_EPSILON, FLOAT64_EPSILON = 2.0**-23, 2.0**-52
 TRIALS = 4
 TIMES_ROUNDING = 16.0
 
-
 FloatType = Literal["float32", "float16", "bfloat16"]
 Compute = Literal["fp32", "fp16", "bf16"]
 FLOATS: tuple[Compute, ...] = get_args(Compute)  # the precisions that quantise nothing, which engines may compute in
