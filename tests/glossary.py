@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "ARCHITECTURE.md"
 NOUN = re.compile(r"^- `(\w+)` \(([\w/.]+)\): .", re.MULTILINE)
-ROOM = re.compile(r"^\| `tfm_export/(\w+/)?` \| (.*) \|$", re.MULTILINE)
+ROOM = re.compile(r"^\| `tfm_export/((?:\w+/)*)` \| (.*) \|$", re.MULTILINE)
 TITLE, HEAD = "## Glossary", "| room | its other classes |\n|---|---|\n"
 
 

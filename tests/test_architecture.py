@@ -60,9 +60,6 @@ LIBRARIES = {
 }
 STANDARD = sys.stdlib_module_names
 
-# Names that classes still share: one of each is to be renamed, and then taken out here.
-SHARED_NAMES = {"Engine", "Pool", "Setting", "Stream"}
-
 
 def imported_names(source: str) -> Iterator[str]:
     """The dotted name of everything a module imports, at its top or inside its functions."""
@@ -201,7 +198,7 @@ def test_imports_that_keep_the_rule_are_left_alone() -> None:
 
 def test_no_two_public_classes_share_a_name() -> None:
     names = [name for name, _ in public_classes()]
-    assert {name for name in names if names.count(name) > 1} == SHARED_NAMES
+    assert {name for name in names if names.count(name) > 1} == set()
 
 
 def test_the_glossary_has_every_public_class_and_no_other() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.arithmetic import IN_EFFECT, PLAIN_ARM, PLAIN_X86, compares_numbers, other_arithmetic
+from tests.skips import does_not_apply, skip_if
 from tfm_export.runtime.cpu.processor import CpuFeatures, cpu_features
 
 HERE = Path(__file__).parent
@@ -84,12 +85,12 @@ print(*(hashlib.sha256(t.float().numpy().tobytes()).hexdigest() for t in (produc
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not other_arithmetic(cpu_features()), reason="this processor has but one arithmetic")
+@skip_if(not other_arithmetic(cpu_features()), "a processor with AVX2 or SVE", "make test", "on such a machine")
 @pytest.mark.parametrize(("name", "of"), [("MKL_CBWR", 0), ("ATEN_CPU_CAPABILITY", 1), ("ONEDNN_MAX_CPU_ISA", 2)])
 def test_each_variable_changes_the_numbers_that_its_library_computes(name: str, of: int) -> None:
     changed = other_arithmetic(cpu_features())
     if name not in changed:
-        pytest.skip(f"{name} is for x86")
+        does_not_apply(f"{name} is for x86")
     own = {variable: value for variable, value in os.environ.items() if variable not in PLAIN_X86}
 
     def run(code: str, **variables: str) -> list[str]:

@@ -99,10 +99,10 @@ def test_one_sentences_bad_numbers_do_not_lose_the_others(
 ) -> None:
     generate = runner.generate
 
-    def overflowing(model: object, requests: Sequence[Any], *rest: Any) -> Any:
+    def overflowing(model: object, requests: Sequence[Any], *rest: Any, **settings: Any) -> Any:
         if any(request.source[0] == 4 for request in requests):  # "a"
             raise NumericError("not finite")
-        return generate(model, requests, *rest)
+        return generate(model, requests, *rest, **settings)
 
     monkeypatch.setattr(runner, "generate", overflowing)
     result = run(tiny_bundle, "hello", "a", "zz")
@@ -135,7 +135,7 @@ def test_ids_in_and_out(tiny_bundle: Path) -> None:
     result = run(tiny_bundle, "--ids", lines="4 5 2\n4 x\n99\n")
     assert result.stdout == " ".join(map(str, generation.tokens)) + "\n"
     assert "line 2: ids must be integers" in result.stderr
-    assert "line 3: ids must be from 0 to 30, found 99" in result.stderr
+    assert "line 3: the source has ids that the vocabulary of 31 lacks: 99" in result.stderr
     state = json.loads(run(tiny_bundle, "--ids", "--json", "4 5 2").stdout)
     assert state["source_ids"] == [4, 5, 2]
     assert state["tokens"] == generation.tokens

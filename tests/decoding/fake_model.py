@@ -16,7 +16,17 @@ from numpy.typing import NDArray
 from tfm_export.bundle import Limits, SpecialIds
 from tfm_export.errors import NumericError, RequestError
 from tfm_export.graph import Dimensions
-from tfm_export.runtime.step_model import Capabilities, Floats, Ids, Mask, Sentences, StepModel, StepOutput, Until
+from tfm_export.runtime.step_model import (
+    BeamSteps,
+    Capabilities,
+    Floats,
+    Ids,
+    Mask,
+    Sentences,
+    StepModel,
+    StepOutput,
+    Until,
+)
 
 SPECIAL = SpecialIds(pad=0, bos=1, eos=2, source_ends_with_eos=False, unk=3)
 
@@ -65,7 +75,8 @@ class FakeModel(StepModel):
         gives_attention: whether steps tell what `attended` says, with NaN at padding.
         refill_at: see `Capabilities.refill_at`.
         packs: whether slots can be given up.
-        runs_ahead: whether it takes several steps in one go; `runs` has how many each time.
+        runs_ahead: whether it takes several greedy steps in one go; `runs` has how many each time.
+        ranks_beams: whether it takes several steps of beams in one go; `runs` has how many each time.
     """
 
     def __init__(
@@ -79,9 +90,14 @@ class FakeModel(StepModel):
         refill_at: float = 0.25,
         packs: bool = True,
         runs_ahead: bool = False,
+        ranks_beams: bool = False,
     ) -> None:
         self.capabilities = Capabilities(
-            gives_attention=gives_attention, refill_at=refill_at, packs=packs, steps_greedily=runs_ahead
+            gives_attention=gives_attention,
+            refill_at=refill_at,
+            packs=packs,
+            steps_greedily=runs_ahead,
+            steps_beams=ranks_beams,
         )
         self.runs: list[int] = []
         self.table, self.encodes, self.steps, self.full_steps = table, 0, 0, 0
@@ -174,6 +190,49 @@ class FakeSentences(Sentences):
                 tokens = np.concatenate([o.top_ids[:, :, 0] for o in found], axis=1)
                 return tokens, np.concatenate([o.top_log_probs[:, :, 0] for o in found], axis=1)
             mask[np.arange(self.size), 0, 0, write_index + len(found)] = True
+
+    def step_beams(
+        self,
+        target_ids: Ids,
+        positions: Ids,
+        write_index: Ids,
+        self_mask: Mask,
+        scores: NDArray[np.float64],
+        *,
+        end_ids: Ids,
+        steps: int,
+        until: Callable[[], bool],
+    ) -> BeamSteps:
+        rows, beams = target_ids.shape
+        ids, mask, ranked = target_ids, self_mask, list[tuple[Ids, Ids, Floats]]()
+        while True:
+            taken = len(ranked)
+            output = copy.deepcopy(self.step(ids, positions + taken, write_index + taken * beams, mask))
+            found = [self._best_beams(scores[row], output, row) for row in range(rows)]
+            parents, tokens, log_probs, sums = (np.array(part) for part in zip(*found, strict=True))
+            if taken + 1 >= steps or np.isin(tokens, end_ids).any() or (sums == -np.inf).any():
+                break
+            ranked.append((tokens, parents, log_probs.astype(np.float32)))
+            steps = len(ranked) + 1 if until() else steps
+            ids, scores, mask = tokens, sums, np.take_along_axis(mask, parents[:, None, :, None], axis=2)
+            for row, beam in np.ndindex(rows, beams):
+                mask[row, 0, beam, write_index[row] + len(ranked) * beams + beam] = True
+        self.model.runs.append(taken + 1)
+        shape = 0, rows, beams
+        every = (np.array(part) for part in zip(*ranked, strict=True)) if ranked else [np.zeros(shape, int)] * 3
+        return BeamSteps(*(part.swapaxes(0, 1) for part in every), output)
+
+    def _best_beams(self, scores: NDArray[np.float64], output: StepOutput, row: int) -> list[list[float]]:
+        """Parents, tokens, log-probabilities and sums of those that live on, by the letter of the contract."""
+        ways = [
+            (-(scores[beam] + float(value)), beam, rank, int(token), float(value))
+            for beam in range(len(scores))
+            for rank, (value, token) in enumerate(
+                zip(output.top_log_probs[row, beam], output.top_ids[row, beam], strict=True)
+            )
+        ]
+        best = sorted(ways)[: len(scores)]
+        return [[way[1] for way in best], [w[3] for w in best], [w[4] for w in best], [-w[0] for w in best]]
 
     def _check(self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask) -> None:
         size, queries = target_ids.shape

@@ -176,12 +176,12 @@ def test_several_start_tokens_are_no_part_of_the_result(beam_size: int) -> None:
 
 
 def test_a_long_prompt_is_taken_in_by_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tfm_export.decoding.rows.LARGEST_STEP", 3 * 7)
+    monkeypatch.setattr("tfm_export.decoding.batch.LARGEST_STEP", 3 * 7)
     model = FakeModel(random_table(7), 7)
     for beam_size in (1, 2):
         options = DecodeOptions(beam_size=beam_size, target_prefix=[3, 4, 5, 6, 3, 4, 5])
         pieces = generate(model, SOURCES[:1], options, SPECIAL)
-        monkeypatch.setattr("tfm_export.decoding.rows.LARGEST_STEP", 1 << 24)
+        monkeypatch.setattr("tfm_export.decoding.batch.LARGEST_STEP", 1 << 24)
         assert generate(model, SOURCES[:1], options, SPECIAL)[0].hypotheses == pieces[0].hypotheses
-        monkeypatch.setattr("tfm_export.decoding.rows.LARGEST_STEP", 3 * 7)
+        monkeypatch.setattr("tfm_export.decoding.batch.LARGEST_STEP", 3 * 7)
     assert max(model.queries[:4]) == 3

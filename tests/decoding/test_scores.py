@@ -13,8 +13,8 @@ from tests.decoding.fake_model import SPECIAL, FakeModel, Table, random_table
 from tests.decoding.naive import Naive
 from tests.numerics import near
 from tfm_export.decoding import DecodeOptions, Request, Trie, generate
-from tfm_export.decoding.candidates import Candidates
 from tfm_export.decoding.scores import Edit, Editor
+from tfm_export.decoding.top_tokens import TopTokens
 from tfm_export.errors import RequestError
 
 VOCABULARY = 8
@@ -157,8 +157,8 @@ def test_log_probs_are_fetched_only_for_steps_whose_scores_change() -> None:
     generate(model, [[5]], late, SPECIAL)
     assert model.full_steps == 2
     editor = Editor(DecodeOptions(), [2], [1], 3, 10)
-    assert Candidates(editor, wanted=7, offered=6, vocabulary=8).plan(None)
-    assert not Candidates(editor, wanted=6, offered=6, vocabulary=8).plan(None)
+    assert TopTokens(editor, wanted=7, offered=6, vocabulary=8).plan(None)
+    assert not TopTokens(editor, wanted=6, offered=6, vocabulary=8).plan(None)
 
 
 @pytest.mark.parametrize("beam_size", [1, 4])

@@ -94,10 +94,10 @@ def test_a_bad_text_spoils_nobody_elses_batch(
     # One that fails only when it is decoded.
     answers = model._runner.answers
 
-    def failing(prepared: Any, *others: Any) -> Any:
-        if any(one.text == "a" for one in prepared):
+    def failing(sources: Any, *others: Any) -> Any:
+        if any(one.text == "a" for one in sources):
             raise NumericError("not a number")
-        return answers(prepared, *others)
+        return answers(sources, *others)
 
     monkeypatch.setattr(model._runner, "answers", failing)
     futures = {text: batcher.submit(TextRequest(text=text)) for text in TEXTS}

@@ -57,7 +57,13 @@ def test_ids_in_ids_out(model: Model) -> None:
     ids = [model.encode_text(word).ids for word in WORDS]
     assert ids[2] == [4, 2]
     results = model.generate_ids([np.array(ids[0]), *ids[1:]])
-    assert [r.hypotheses[0].tokens for r in results] == [g.tokens for g in model.generate(WORDS)]
+    texts = model.generate(WORDS)
+    assert [(r.tokens, r.score, r.hypotheses, r.reason) for r in results] == [
+        (g.tokens, g.score, g.hypotheses, g.reason) for g in texts
+    ]
+    assert (results[0].texts, results[0].source_truncated, type(results[0])) == (None, False, type(texts[0]))
+    with pytest.raises(RequestError, match="an answer to ids has no text"):
+        _ = results[0].text
 
 
 def test_the_bundles_defaults_hold_unless_a_request_says_otherwise(copied: Path) -> None:
@@ -124,8 +130,8 @@ def test_all_that_is_wrong_is_told_before_anything_runs(model: Model, monkeypatc
     ("ids", "message"),
     [
         ([], "the source is empty"),
-        ([4, 31], "ids must be from 0 to 30, found 31"),
-        ([-1], "ids must be from 0 to 30, found -1"),
+        ([4, 31], "the source has ids that the vocabulary of 31 lacks: 31"),
+        ([-1], "the source has ids that the vocabulary of 31 lacks: -1"),
         ([4, 4.5, "a"], "ids must be integers, found 4.5, 'a'"),
         (4, "ids must be integers, one for each token, found 4"),
     ],

@@ -18,10 +18,8 @@ from tfm_export.cli.progress import ProgressBar
 from tfm_export.errors import RequestError, TfmExportError
 
 if TYPE_CHECKING:
-    from tfm_export.decoding import Hypothesis
-    from tfm_export.model import Generation, IdsResult, LongSource, Model
-
-    Answer = Generation | IdsResult
+    from tfm_export.decoding import Hypothesis, SettledToken
+    from tfm_export.model import Generation, LongSource, Model, Stream
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class DecodedLine:
 
     number: int
     line: str
-    answer: Answer
+    answer: Generation
 
 
 class Job:
@@ -94,7 +92,7 @@ class Job:
                 out.write("\n")
         out.flush()
 
-    def _answers(self, lines: Iterable[str], window: int, workers: int) -> Iterator[Answer | TfmExportError]:
+    def _answers(self, lines: Iterable[str], window: int, workers: int) -> Iterator[Generation | TfmExportError]:
         model, many = self._model, {"window": window, "workers": workers, **self._call}
         if self._ids:
             ids = map(parse_ids, lines)
@@ -102,16 +100,14 @@ class Job:
         return model.generate_iterable(lines, on_error="yield", **many)
 
     def _pieces(self, line: str) -> Iterator[str]:
-        answer: Answer | None
+        pieces: Stream[SettledToken]
         if self._ids:
-            tokens = self._model.stream_ids(parse_ids(line), **self._call)
-            yield from (f"{' ' if number else ''}{token.token}" for number, token in enumerate(tokens))
-            answer = tokens.answer
+            pieces = self._model.stream_ids(parse_ids(line), **self._call)
+            yield from (f"{' ' if number else ''}{token.token}" for number, token in enumerate(pieces))
         else:
-            pieces = self._model.stream(line, **self._call)
-            yield from (piece.text for piece in pieces)
-            answer = pieces.answer
-        if answer is not None and answer.source_truncated:
+            pieces = texts = self._model.stream(line, **self._call)
+            yield from (piece.text for piece in texts)
+        if pieces.answer is not None and pieces.answer.source_truncated:
             self._tell_of_truncation()
 
     def _texts(self, decoded: DecodedLine) -> Iterator[str]:
@@ -119,19 +115,15 @@ class Job:
         if self._as_json:
             yield json.dumps(self._state(decoded), ensure_ascii=False)
             return
-        for place, hypothesis in enumerate(decoded.answer.hypotheses):
-            text = self._text(decoded.answer, place)
-            text = " ".join(map(str, hypothesis.tokens)) if text is None else text
+        answer = decoded.answer
+        texts = answer.texts or [" ".join(map(str, hypothesis.tokens)) for hypothesis in answer.hypotheses]
+        for text, hypothesis in zip(texts, answer.hypotheses, strict=True):
             yield f"{decoded.number}\t{hypothesis.score:.4f}\t{text}" if self._numbered else text
-
-    def _text(self, answer: Answer, place: int) -> str | None:
-        texts: list[str] | None = getattr(answer, "texts", None)
-        return None if texts is None else texts[place]
 
     def _state(self, decoded: DecodedLine) -> dict[str, Any]:
         answer = decoded.answer
         states = [
-            {**({} if self._ids else {"text": self._text(answer, place)}), **hypothesis_state(hypothesis)}
+            {**({} if answer.texts is None else {"text": answer.texts[place]}), **hypothesis_state(hypothesis)}
             for place, hypothesis in enumerate(answer.hypotheses)
         ]
         source = {"source_ids": parse_ids(decoded.line)} if self._ids else {"source": decoded.line}
@@ -144,7 +136,7 @@ class Job:
         click.echo(f"line {self.done}: {problem}", err=True)
 
     def _tell_of_truncation(self) -> None:
-        limit = self._model.bundle.manifest.limits.max_source_length
+        limit = self._model.step_model.limits.max_source_length
         click.echo(f"line {self.done}: the source was cut to the {limit} tokens that the model takes", err=True)
 
 
@@ -177,7 +169,7 @@ def draw(path: Path, model: Model, decoded: DecodedLine, long_source: LongSource
     if not best.tokens:
         raise RequestError("the target is empty: there is nothing to draw")
     line, call = decoded.line, {"long_source": long_source}
-    source = (model.check_ids(parse_ids(line), **call) if ids else model.encode_text(line, **call)).ids
+    source = [*(model.check_ids(parse_ids(line), **call) if ids else model.encode_text(line, **call)).ids]
     names = model.tokenizer
     source_names = names.source_tokens(source) if names else [*map(str, source)]
     target_names = names.target_tokens(best.tokens) if names else [*map(str, best.tokens)]

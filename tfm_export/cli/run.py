@@ -60,7 +60,12 @@ JSON_ONLY = ("return_attention", "return_logits_vocab", "return_scores")  # ther
     help="What to do with sources that are longer than the model takes.",
 )
 @click.option("--stream", is_flag=True, help="Print tokens as soon as they can no longer change, text after text.")
-@click.option("--deadline", type=click.FloatRange(min=0), help="Seconds after which a text gives what it has.")
+@click.option(
+    "--deadline",
+    type=click.FloatRange(min=0),
+    help="Seconds after which a text gives what it has. They count for each from its joining a batch: the time in "
+    "which it waits for other texts does not.",
+)
 @click.option(
     "--attention",
     "picture",

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from numpy.typing import NDArray
 
 from tests.processors.hide import NEEDED, PROCESSORS, build_library, problem
+from tests.skips import skip
 from tests.trt.variants import add_variant
 from tfm_export.bundle import Bundle
 from tfm_export.cli import cli
@@ -59,11 +60,11 @@ def variants(g2p_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if reason := problem():
-        pytest.skip(reason)
+    if found := problem():
+        skip("a compiler and a processor whose cpuid can be hidden", "make test", "on such a machine", found=found)
     built = build_library(tmp_path_factory.mktemp("cpuid"))
-    if reason := problem(built):
-        pytest.skip(reason)
+    if found := problem(built):
+        skip("a processor whose cpuid can be hidden", "make test", "on such a machine", found=found)
     return built
 
 
@@ -73,7 +74,7 @@ def run(library: Path, tmp_path: Path) -> Run:
 
     def run_(processor: str, bundle: Path, variant: str, *options: str) -> NDArray[np.float64]:
         if processor and (missing := NEEDED[processor] - set(cpu_features().instruction_sets)):
-            pytest.skip(f"this machine lacks {', '.join(sorted(missing))} itself")
+            skip(f"a processor with {', '.join(sorted(missing))}", "make test", "on such a machine")
         file = tmp_path / "found.npy"
         command = [sys.executable, "-m", "tests.processors.hide"]
         subprocess.run([*command, library, processor, bundle, variant, file, *options], cwd=ROOT, check=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tfm_export.runtime.gpu.cuda import Box, Gpu, Stream
+from tfm_export.runtime.gpu.cuda import Box, CudaStream, Gpu
 from tfm_export.runtime.gpu.device_memory import RowShape, TensorBlock
 
 # Heads, head size and bytes of a number; rows; length.
@@ -17,7 +17,7 @@ BLOCKS = [
 ]
 
 
-def check_copies(gpu: Gpu, stream: Stream) -> None:
+def check_copies(gpu: Gpu, stream: CudaStream) -> None:
     """Numbers go there and back."""
     numbers = np.random.default_rng(0).integers(0, 255, 1000, np.uint8)
     there, back = gpu.allocate_host(1000), gpu.allocate_host(1000)
@@ -34,7 +34,7 @@ def check_copies(gpu: Gpu, stream: Stream) -> None:
     buffer.close()  # a second time is nothing
 
 
-def check_boxes(gpu: Gpu, stream: Stream) -> None:
+def check_boxes(gpu: Gpu, stream: CudaStream) -> None:
     """Boxes are copied and zeroed as numpy does it."""
     rng = np.random.default_rng(1)
     for _ in range(30):
@@ -60,7 +60,7 @@ def check_boxes(gpu: Gpu, stream: Stream) -> None:
             buffer.close()
 
 
-def check_graphs(gpu: Gpu, stream: Stream) -> None:
+def check_graphs(gpu: Gpu, stream: CudaStream) -> None:
     """A graph does again what was captured, with the numbers that are there then."""
     there, back, buffer = gpu.allocate_host(4), gpu.allocate_host(4), gpu.allocate(4)
 
@@ -85,7 +85,7 @@ def check_graphs(gpu: Gpu, stream: Stream) -> None:
 class _Block:
     """A block of tensors beside numpy's idea of it."""
 
-    def __init__(self, stream: Stream, shape: RowShape, rows: int, length: int) -> None:
+    def __init__(self, stream: CudaStream, shape: RowShape, rows: int, length: int) -> None:
         gpu, self.stream = stream.gpu, stream
         self.names = [f"tensor_{i}" for i in range(3)]
         self.block = TensorBlock(gpu, self.names, shape, rows, length)
@@ -107,7 +107,7 @@ class _Block:
             np.testing.assert_array_equal(pinned.view(tensor.dtype).reshape(tensor.shape), tensor)
 
 
-def check_block(stream: Stream, shape: RowShape, rows: int, length: int) -> None:
+def check_block(stream: CudaStream, shape: RowShape, rows: int, length: int) -> None:
     """Rows of many tensors are copied and zeroed as numpy does it."""
     block, rng = _Block(stream, shape, rows, length), np.random.default_rng(rows)
     block.check()

@@ -21,7 +21,7 @@ from tests.runtime.gpu.device_checks import check_boxes, check_copies, check_gra
 from tests.skips import WITHOUT_GPU, import_or_skip, skip_if
 from tfm_export.errors import BackendUnavailable
 from tfm_export.runtime.gpu import cuda
-from tfm_export.runtime.gpu.cuda import Box, CudaError, Device, Gpu, OutOfDeviceMemory, Stream
+from tfm_export.runtime.gpu.cuda import Box, CudaError, CudaStream, Device, Gpu, OutOfDeviceMemory
 
 ROOT = Path(__file__).parents[3]
 DEVICE = Device(index=0, name="a GPU", compute_capability="8.9", memory_bytes=1 << 30)
@@ -41,7 +41,7 @@ def gpu(machine: Machine) -> Gpu:
 
 
 @pytest.fixture
-def stream(gpu: Gpu) -> Iterator[Stream]:
+def stream(gpu: Gpu) -> Iterator[CudaStream]:
     stream = gpu.stream()
     yield stream
     stream.close()
@@ -93,12 +93,12 @@ def test_the_release_of_the_driver(tmp_path: Path, text: str | None, release: st
     assert cuda.driver_release(tmp_path) == release
 
 
-def test_numbers_go_there_and_back(machine: Machine, gpu: Gpu, stream: Stream) -> None:
+def test_numbers_go_there_and_back(machine: Machine, gpu: Gpu, stream: CudaStream) -> None:
     check_copies(gpu, stream)
     assert machine.leaks() == ["a Stream"]
 
 
-def test_nothing_is_there_before_it_was_waited_for(gpu: Gpu, stream: Stream) -> None:
+def test_nothing_is_there_before_it_was_waited_for(gpu: Gpu, stream: CudaStream) -> None:
     there, back, buffer = gpu.allocate_host(4), gpu.allocate_host(4), gpu.allocate(4)
     there[:], back[:] = 7, 7
     stream.to_device(buffer.address, there)
@@ -109,7 +109,7 @@ def test_nothing_is_there_before_it_was_waited_for(gpu: Gpu, stream: Stream) -> 
     buffer.close()
 
 
-def test_boxes_are_as_in_numpy(gpu: Gpu, stream: Stream) -> None:
+def test_boxes_are_as_in_numpy(gpu: Gpu, stream: CudaStream) -> None:
     check_boxes(gpu, stream)
 
 
@@ -123,12 +123,12 @@ def test_pinned_memory_lives_as_long_as_an_array_shows_it(machine: Machine, gpu:
     assert machine.leaks() == []
 
 
-def test_a_graph_does_again_what_was_captured(machine: Machine, gpu: Gpu, stream: Stream) -> None:
+def test_a_graph_does_again_what_was_captured(machine: Machine, gpu: Gpu, stream: CudaStream) -> None:
     check_graphs(gpu, stream)
     assert machine.leaks() == ["a Stream"]
 
 
-def test_what_becomes_free_while_a_graph_is_captured_waits(machine: Machine, gpu: Gpu, stream: Stream) -> None:
+def test_what_becomes_free_while_a_graph_is_captured_waits(machine: Machine, gpu: Gpu, stream: CudaStream) -> None:
     buffer, pinned = gpu.allocate(8), [gpu.allocate_host(8)]
 
     def work() -> None:
@@ -141,7 +141,7 @@ def test_what_becomes_free_while_a_graph_is_captured_waits(machine: Machine, gpu
     buffer.close()
 
 
-def test_a_capture_that_fails_leaves_the_stream_in_order(machine: Machine, gpu: Gpu, stream: Stream) -> None:
+def test_a_capture_that_fails_leaves_the_stream_in_order(machine: Machine, gpu: Gpu, stream: CudaStream) -> None:
     buffer = gpu.allocate(8)
     with pytest.raises(EmulationError, match="may not allocate memory"):
         stream.capture(lambda: buffer.close() if gpu.allocate(8) else None)
@@ -163,7 +163,7 @@ def test_too_much_memory_is_refused_and_then_less_is_given(machine: Machine, gpu
     assert machine.leaks() == []
 
 
-def test_an_error_of_the_device_is_told(machine: Machine, gpu: Gpu, stream: Stream) -> None:
+def test_an_error_of_the_device_is_told(machine: Machine, gpu: Gpu, stream: CudaStream) -> None:
     machine.fail("cudaStreamSynchronize", (Error.cudaErrorIllegalAddress,))
     with pytest.raises(CudaError, match=r"emulated cudaErrorIllegalAddress.*\nTry: start the process again") as error:
         stream.synchronize()
@@ -180,7 +180,7 @@ def test_what_cannot_be_freed_is_logged(machine: Machine, gpu: Gpu, caplog: pyte
     assert "cudaFree: CUDA failed: emulated cudaErrorIllegalAddress" in record.getMessage()
 
 
-def test_streams_that_wait_may_use_the_same_memory(gpu: Gpu, stream: Stream) -> None:
+def test_streams_that_wait_may_use_the_same_memory(gpu: Gpu, stream: CudaStream) -> None:
     second, buffer = gpu.stream(), gpu.allocate(8)
     stream.zero(buffer.address, 8)
     with pytest.raises(EmulationError, match="another stream"):
@@ -234,16 +234,16 @@ def test_the_emulations_functions_take_the_same(cudart: Any, name: str) -> None:
     assert list(mine.co_varnames[1 : mine.co_argcount]) == real
 
 
-def unconnected(cudart: Any) -> tuple[Gpu, Stream]:
+def unconnected(cudart: Any) -> tuple[Gpu, CudaStream]:
     """A GPU and a stream of the real library, without asking for them."""
-    gpu, stream = object.__new__(Gpu), object.__new__(Stream)
+    gpu, stream = object.__new__(Gpu), object.__new__(CudaStream)
     gpu._cudart, gpu.device = cudart, DEVICE
     stream.gpu, stream._cudart, stream.handle = gpu, cudart, 0
     return gpu, stream
 
 
 BOX = Box(4096, 64, 4)
-CALLS: dict[str, Callable[[Gpu, Stream], object]] = {
+CALLS: dict[str, Callable[[Gpu, CudaStream], object]] = {
     "activate": lambda gpu, _: gpu.activate(),
     "free_bytes": lambda gpu, _: gpu.free_bytes(),
     "stream": lambda gpu, _: gpu.stream(),

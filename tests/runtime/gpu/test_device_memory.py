@@ -9,7 +9,7 @@ import pytest
 from tests.emulation import Machine, emulated_gpu
 from tests.runtime.gpu.device_checks import BLOCKS, check_block
 from tfm_export.runtime.gpu import cuda, device_memory
-from tfm_export.runtime.gpu.cuda import OutOfDeviceMemory, Stream
+from tfm_export.runtime.gpu.cuda import CudaStream, OutOfDeviceMemory
 from tfm_export.runtime.gpu.device_memory import BatchMemory, Lease, MemoryPool, RowShape, bucket
 
 NAMES = ("self_key_0", "self_value_0"), ("cross_key_0",)
@@ -24,7 +24,7 @@ def machine() -> Iterator[Machine]:
 
 
 @pytest.fixture
-def stream(machine: Machine) -> Iterator[Stream]:
+def stream(machine: Machine) -> Iterator[CudaStream]:
     assert machine
     stream = cuda.open_gpu().stream()
     yield stream
@@ -41,14 +41,14 @@ def test_buckets_are_few_and_at_most_half_as_large_again() -> None:
 
 
 @pytest.mark.parametrize(("shape", "rows", "length"), BLOCKS)
-def test_blocks_are_as_in_numpy(stream: Stream, shape: RowShape, rows: int, length: int) -> None:
+def test_blocks_are_as_in_numpy(stream: CudaStream, shape: RowShape, rows: int, length: int) -> None:
     check_block(stream, shape, rows, length)
 
 
 class Pool:
     """A pool that tells what it forgets and whom it asks for memory."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: CudaStream) -> None:
         self.forgotten: list[int] = []
         self.asked = 0
         self.pool = MemoryPool(stream, SHAPE, NAMES, forget=self._forget, reclaim=self._reclaim)
@@ -63,7 +63,7 @@ class Pool:
         return Lease(self.pool.take(rows, source, capacity), self.pool.give_back)
 
 
-def test_memory_comes_again_zeroed(machine: Machine, stream: Stream) -> None:
+def test_memory_comes_again_zeroed(machine: Machine, stream: CudaStream) -> None:
     pool = Pool(stream)
     lease = pool.lease(2)
     first = lease.memory
@@ -84,7 +84,7 @@ def test_memory_comes_again_zeroed(machine: Machine, stream: Stream) -> None:
     assert len(pool.forgotten) == 4
 
 
-def test_what_was_used_last_is_kept(machine: Machine, stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_used_last_is_kept(machine: Machine, stream: CudaStream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_memory, "IDLE_SHARE", 2000 / machine.memory_bytes)
     pool = Pool(stream)
     numbers = []
@@ -100,7 +100,7 @@ def test_what_was_used_last_is_kept(machine: Machine, stream: Stream, monkeypatc
     assert machine.leaks() == ["a Stream"]
 
 
-def test_idle_memory_goes_before_there_is_none(machine: Machine, stream: Stream) -> None:
+def test_idle_memory_goes_before_there_is_none(machine: Machine, stream: CudaStream) -> None:
     pool = Pool(stream)
     kept = pool.lease(400)  # 307,200 bytes
     for rows in (300, 301, 302):
@@ -116,7 +116,7 @@ def test_idle_memory_goes_before_there_is_none(machine: Machine, stream: Stream)
     assert machine.leaks() == ["a Stream"]
 
 
-def test_half_a_piece_is_not_left(machine: Machine, stream: Stream) -> None:
+def test_half_a_piece_is_not_left(machine: Machine, stream: CudaStream) -> None:
     with pytest.raises(OutOfDeviceMemory):
         BatchMemory(stream.gpu, SHAPE, NAMES, (1000, 1000, 8))  # caches fit, cross-attention keys and values do not
     assert machine.leaks() == ["a Stream"]

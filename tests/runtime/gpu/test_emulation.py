@@ -15,7 +15,7 @@ from tests.emulation.scenario import run_scenario
 from tests.runtime.conftest import Backends
 from tfm_export.errors import NumericError
 from tfm_export.runtime.gpu import cuda, device_memory, device_worker, step_buffers
-from tfm_export.runtime.gpu.cuda import DeviceBuffer, Gpu, Stream
+from tfm_export.runtime.gpu.cuda import CudaStream, DeviceBuffer, Gpu
 from tfm_export.runtime.gpu.device_memory import BatchMemory, MemoryPool, TensorBlock
 from tfm_export.runtime.gpu.device_sentences import DeviceSentences
 from tfm_export.runtime.gpu.device_worker import Worker
@@ -78,7 +78,7 @@ def inert_sources_without_a_token(patch: Patch) -> None:
 
 
 def results_that_are_not_waited_for(patch: Patch) -> None:
-    patch.setattr(Stream, "synchronize", nothing)
+    patch.setattr(CudaStream, "synchronize", nothing)
 
 
 def memory_freed_too_early(patch: Patch) -> None:
@@ -106,7 +106,7 @@ def idle_memory_freed_in_use(patch: Patch) -> None:
 
     def without_waiting(self: MemoryPool, *limits: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Stream, "synchronize", nothing)
+            inner.setattr(CudaStream, "synchronize", nothing)
             shrink(self, *limits)
 
     patch.setattr(MemoryPool, "_shrink_idle", without_waiting)
@@ -167,7 +167,7 @@ def tensors_out_of_line(patch: Patch) -> None:
 
 
 def streams_that_do_not_wait(patch: Patch) -> None:
-    patch.setattr(Stream, "wait_for", nothing)
+    patch.setattr(CudaStream, "wait_for", nothing)
 
 
 def streams_that_the_other_does_not_wait_for(patch: Patch) -> None:
@@ -176,7 +176,7 @@ def streams_that_the_other_does_not_wait_for(patch: Patch) -> None:
 
     def without_waiting(self: DeviceSentences, other: DeviceSentences) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Stream, "synchronize", nothing)
+            inner.setattr(CudaStream, "synchronize", nothing)
             append(self, other)
         if other.worker is not self.worker:
             other.lease.memory.zero(other.worker.stream, 1)
@@ -200,7 +200,7 @@ def workspaces_that_streams_share(patch: Patch) -> None:
 def _without_waiting(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Stream, "synchronize", nothing)
+            inner.setattr(CudaStream, "synchronize", nothing)
             return function(*arguments)
 
     return call
@@ -218,20 +218,24 @@ def gpus_that_are_not_chosen(patch: Patch) -> None:
 
 
 def garbage_freed_while_capturing(patch: Patch) -> None:
-    capture = Stream.capture
+    capture = CudaStream.capture
 
-    def with_garbage(self: Stream, work: Callable[[], None]) -> cuda.Graph:
+    def with_garbage(self: CudaStream, work: Callable[[], None]) -> cuda.Graph:
         garbage = [self.gpu.allocate_host(8)]
         return capture(self, lambda: (work(), garbage.clear())[0])
 
     patch.setattr(cuda, "when_not_capturing", lambda free: free())
-    patch.setattr(Stream, "capture", with_garbage)
+    patch.setattr(CudaStream, "capture", with_garbage)
 
 
 def rows_copied_from_the_wrong_place(patch: Patch) -> None:
     copy = TensorBlock.copy_rows
 
-    def shifted(self: TensorBlock, stream: Stream, source: Any, source_row: int, target_row: int, **size: int) -> None:
+    def shifted(
+        self: TensorBlock, stream: CudaStream, source: Any, source_row: int, target_row: int, **size: int
+    ) -> None:
+        self: TensorBlock, stream: CudaStream, source: Any, source_row: int, target_row: int, **size: int
+    ) -> None:
         copy(self, stream, source, max(source_row - 1, 0), target_row, **size)
 
     patch.setattr(TensorBlock, "copy_rows", shifted)
@@ -240,7 +244,7 @@ def rows_copied_from_the_wrong_place(patch: Patch) -> None:
 def rows_copied_over_themselves(patch: Patch) -> None:
     copy = TensorBlock.copy_rows
 
-    def doubled(self: TensorBlock, stream: Stream, source: Any, *rows: int, **size: int) -> None:
+    def doubled(self: TensorBlock, stream: CudaStream, source: Any, *rows: int, **size: int) -> None:
         copy(self, stream, source, *rows, **size)
         copy(self, stream, self, 0, 0, **size)
 

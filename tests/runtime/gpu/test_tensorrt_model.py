@@ -215,7 +215,7 @@ def test_the_engines_limits_are_the_models(bundle: Bundle, machine: Machine) -> 
     add_engine(bundle, max_source_length=9, max_target_length=20)
     model = TensorRTModel(bundle, "emulated")
     assert (model.limits.max_source_length, model.limits.max_target_length) == (9, 20)
-    with pytest.raises(RequestError, match="source 0 has 10 tokens, the model takes at most 9"):
+    with pytest.raises(RequestError, match="source 0 has 10 tokens; the model takes at most 9"):
         generate(model, [[5] * 10], DecodeOptions(), bundle.manifest.special_ids)
     model.close()
     assert machine.leaks() == []

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tfm_export.bundle import Limits
 from tfm_export.graph import Dimensions
-from tfm_export.runtime.gpu.cuda import DeviceBuffer, Gpu, Stream
+from tfm_export.runtime.gpu.cuda import CudaStream, DeviceBuffer, Gpu
 from tfm_export.runtime.gpu.device_memory import RowShape, bucket
 
 ANY = sys.maxsize  # target tokens, or slots: as many as there may be
@@ -53,7 +53,7 @@ class GraphContext(Protocol):
         """
         ...
 
-    def enqueue(self, stream: Stream) -> None:
+    def enqueue(self, stream: CudaStream) -> None:
         """Put its work on the stream, or do it behind what is on the stream.
 
         Raises:
@@ -80,7 +80,7 @@ class CompiledGraph(Protocol):
     workspace_bytes: int
     capture_problem: str | None
 
-    def context(self, profile: Profile, stream: Stream, workspace: DeviceBuffer) -> GraphContext:
+    def context(self, profile: Profile, stream: CudaStream, workspace: DeviceBuffer) -> GraphContext:
         """A new context.
 
         Args:

@@ -285,10 +285,10 @@ class Gpu:
         if int(error) not in {0, int(self._cudart.cudaError_t.cudaErrorCudartUnloading)}:
             LOG.warning("%s: %s", function, _error(self._cudart, error))
 
-    def stream(self) -> Stream:
+    def stream(self) -> CudaStream:
         """A new stream."""
         self.activate()
-        return Stream(self, self._cudart)
+        return CudaStream(self, self._cudart)
 
 
 class DeviceBuffer:
@@ -324,7 +324,7 @@ class Box:
     lines: int
 
 
-class Stream:
+class CudaStream:
     """Work in a row. Not to be used by two threads at once.
 
     Attributes:
@@ -370,7 +370,7 @@ class Stream:
     def _pitched(self, box: Box, width: int) -> Any:
         return self._cudart.make_cudaPitchedPtr(box.address, box.line_bytes, width, box.lines)
 
-    def wait_for(self, other: Stream) -> None:
+    def wait_for(self, other: CudaStream) -> None:
         """Let what comes next here begin after what the other stream has to do now."""
         cudart = self._cudart
         event = self.gpu.call(cudart.cudaEventCreateWithFlags(cudart.cudaEventDisableTiming))
@@ -425,7 +425,7 @@ class Stream:
 class Graph:
     """Captured work that is launched with one call, at the addresses and with the shapes that it was captured with."""
 
-    def __init__(self, stream: Stream, cudart: Any, executable: Any) -> None:
+    def __init__(self, stream: CudaStream, cudart: Any, executable: Any) -> None:
         self._stream, self._cudart, self._executable = stream, cudart, executable
 
     def launch(self) -> None:

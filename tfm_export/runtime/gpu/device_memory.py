@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tfm_export.runtime.gpu.cuda import ALIGNMENT, Box, Gpu, OutOfDeviceMemory, Stream
+from tfm_export.runtime.gpu.cuda import ALIGNMENT, Box, CudaStream, Gpu, OutOfDeviceMemory
 
 # Idle memory is kept for the next batch of its size up to this part of the GPU's, and two pieces of it in any case:
 # a batch that grows, and what it grows into.
@@ -72,7 +72,7 @@ class TensorBlock:
         """Of a tensor."""
         return self._buffer.address + self.names.index(name) * self._lines * self._line_bytes
 
-    def zero_rows(self, stream: Stream, first: int, last: int, *, slots: tuple[int, int] | None = None) -> None:
+    def zero_rows(self, stream: CudaStream, first: int, last: int, *, slots: tuple[int, int] | None = None) -> None:
         """Zero the rows from `first` to before `last` of every tensor, or of these rows some slots."""
         first_slot, last_slot = slots or (0, self.length)
         if last > first and last_slot > first_slot:
@@ -84,7 +84,7 @@ class TensorBlock:
             )
 
     def copy_rows(
-        self, stream: Stream, source: TensorBlock, source_row: int, target_row: int, *, rows: int, slots: int
+        self, stream: CudaStream, source: TensorBlock, source_row: int, target_row: int, *, rows: int, slots: int
     ) -> None:
         """Copy the first `slots` slots of some rows of every tensor from another block, or from other rows of this."""
         if rows and slots:
@@ -140,7 +140,7 @@ class BatchMemory:
         """Of every tensor, by graph input name."""
         return {name: block.address(name) for block in (self.caches, self.cross) for name in block.names}
 
-    def zero(self, stream: Stream, rows: int) -> None:
+    def zero(self, stream: CudaStream, rows: int) -> None:
         """Zero the first rows."""
         self.caches.zero_rows(stream, 0, rows)
         self.cross.zero_rows(stream, 0, rows)
@@ -174,7 +174,7 @@ class MemoryPool:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: CudaStream,
         shape: RowShape,
         names: tuple[Sequence[str], Sequence[str]],
         *,

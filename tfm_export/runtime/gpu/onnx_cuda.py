@@ -28,7 +28,7 @@ from tfm_export.graph import (
 from tfm_export.precision import PRECISIONS, Precision
 from tfm_export.runtime.gpu import cuda
 from tfm_export.runtime.gpu.compiled_graphs import ANY, CompiledGraph, DeviceGraphs, GraphContext, Profile
-from tfm_export.runtime.gpu.cuda import DeviceBuffer, Stream
+from tfm_export.runtime.gpu.cuda import CudaStream, DeviceBuffer
 from tfm_export.runtime.gpu.cuda_provider import check_cuda_provider, load_cuda_session
 from tfm_export.runtime.gpu.device_memory import RowShape
 from tfm_export.runtime.gpu.device_model import MOST_WORKERS, DeviceModel
@@ -138,7 +138,7 @@ class SessionGraph(CompiledGraph):
         self.profiles = [Profile(index=0, batch=MOST_ROWS, source=longest, query=ANY)]
         self._session: InferenceSession | None = load_cuda_session(path, inputs, outputs, device=device, threads=1)
 
-    def context(self, profile: Profile, stream: Stream, workspace: DeviceBuffer) -> SessionContext:  # noqa: ARG002
+    def context(self, profile: Profile, stream: CudaStream, workspace: DeviceBuffer) -> SessionContext:  # noqa: ARG002
         """What runs it: the session takes its own stream and memory."""
         assert self._session is not None, "a graph is asked for contexts while it is open"
         return SessionContext(self._session, self)
@@ -171,7 +171,7 @@ class SessionContext(GraphContext):
                 bind(spec.name, "cuda", graph.device, kind, shape, addresses[spec.name])
         self._binding, self._bound = binding, key
 
-    def enqueue(self, stream: Stream) -> None:
+    def enqueue(self, stream: CudaStream) -> None:
         """Run it, now; see `GraphContext.enqueue`."""
         stream.synchronize()
         try:

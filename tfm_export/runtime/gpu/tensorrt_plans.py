@@ -21,7 +21,7 @@ from tfm_export.errors import BackendUnavailable, BundleError
 from tfm_export.extras import require
 from tfm_export.graph import TensorSpec, cache_output_name
 from tfm_export.runtime.gpu.compiled_graphs import CompiledGraph, GraphContext, Profile
-from tfm_export.runtime.gpu.cuda import Device, DeviceBuffer, Stream, driver_release, driver_version
+from tfm_export.runtime.gpu.cuda import CudaStream, Device, DeviceBuffer, driver_release, driver_version
 
 LOG = logging.getLogger(__name__)
 MODULES = {"tensorrt": ("tensorrt", "trt"), "rtx": ("tensorrt_rtx", "rtx")}
@@ -197,7 +197,7 @@ class Plan(CompiledGraph):
                 raise self._library.failure("use a runtime cache")
         return config, cache
 
-    def context(self, profile: Profile, stream: Stream, workspace: DeviceBuffer) -> PlanContext:
+    def context(self, profile: Profile, stream: CudaStream, workspace: DeviceBuffer) -> PlanContext:
         """A new context; see `CompiledGraph.context`."""
         self._library.failure("")  # forget what others said
         with self._lock:  # TensorRT's objects are not safe to use from several threads
@@ -241,7 +241,7 @@ class PlanContext(GraphContext):
                 raise self._library.failure(f"take the address of {name} in {self._name}")
         self._bound = key
 
-    def enqueue(self, stream: Stream) -> None:
+    def enqueue(self, stream: CudaStream) -> None:
         """Put its work on the stream."""
         if not self._context.execute_async_v3(stream.handle):
             raise self._library.failure(f"run {self._name}")

@@ -15,7 +15,7 @@ from tfm_export.runtime.step_model import Floats, Ids, StepOutput
 Scores = NDArray[np.floating[Any]]
 
 
-class Candidates:
+class TopTokens:
     """Decides what a step must fetch, and reads the best tokens from what it gave.
 
     Args:
