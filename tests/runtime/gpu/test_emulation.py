@@ -234,8 +234,6 @@ def rows_copied_from_the_wrong_place(patch: Patch) -> None:
     def shifted(
         self: TensorBlock, stream: CudaStream, source: Any, source_row: int, target_row: int, **size: int
     ) -> None:
-        self: TensorBlock, stream: CudaStream, source: Any, source_row: int, target_row: int, **size: int
-    ) -> None:
         copy(self, stream, source, max(source_row - 1, 0), target_row, **size)
 
     patch.setattr(TensorBlock, "copy_rows", shifted)
