@@ -155,3 +155,10 @@ def test_the_page_shows_the_verdict_and_escapes_texts() -> None:
     assert "<script>" not in page
     assert "log_probs" in page
     assert "FAILED" not in parity_page([report()], "Parity")
+
+
+def test_the_hint_tells_who_is_wrong() -> None:
+    bad = TensorComparison(name="log_probs", error=1.0, rounding=1e-6, limit=1e-5)
+    assert "report this" in report(graph=[bad], kernels=[bad]).hint
+    assert "pip install --upgrade onnxruntime" in report(kernels=[bad]).hint
+    assert "--checkpoint" in report(generations=[greedy([[9, 6, 2], *TOKENS[1:]])]).hint

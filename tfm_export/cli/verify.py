@@ -92,7 +92,7 @@ def command(
         for problem in report.problems()
     ]
     if problems:
-        raise ParityError(problems, "export the bundle again from this checkpoint")
+        raise ParityError(problems, next(report.hint for report in reports if not report.passed))
 
 
 def _notes(bundle: Bundle) -> list[str]:

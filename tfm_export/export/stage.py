@@ -91,7 +91,7 @@ def export_bundle(
             report = verify_variant(bundle, reference=source.model, progress=progress)
             write_reports(bundle, [report])
             if not report.passed:
-                raise ParityError(report.problems(), "report this with the checkpoint's configuration")
+                raise ParityError(report.problems(), report.hint)
     return Bundle.open(path, check_hashes=False), report
 
 

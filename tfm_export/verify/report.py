@@ -129,6 +129,15 @@ class ParityReport:
                 entry["passed"] = part.passed
         return state
 
+    @property
+    def hint(self) -> str:
+        """What to try where something failed."""
+        if not all(c.passed for c in self.graph):
+            return "report this with the checkpoint's configuration: tfm-export does not compute what the model does"
+        if not all(c.passed for c in self.kernels):
+            return "another release of what computes it (pip install --upgrade onnxruntime); what it computes is right"
+        return "tfm-export verify --checkpoint, which tells whether the graphs or what runs them is wrong"
+
     def problems(self) -> list[str]:
         """Every failure in a sentence."""
         found = [
