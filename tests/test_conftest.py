@@ -70,7 +70,8 @@ def test_gpu_tests_are_skipped_by_name_with_the_reason(tmp_path: Path) -> None:
         "def test_elsewhere():\n    pass\n"
     )
     command = [sys.executable, "-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", "-W", "ignore", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}  # conftest.py imports from tests
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
     assert "1 passed, 1 skipped" in done.stdout
     assert re.search(r"test_on_gpu SKIPPED", done.stdout)
     assert re.search(r"needs an NVIDIA GPU \((no|the) NVIDIA driver .*\): run `make gpu-check` on", done.stdout)

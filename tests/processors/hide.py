@@ -84,7 +84,7 @@ def main(library: str, name: str, bundle: str, variant: str, file: str, *options
 
     from tests.processors.sources import encoded, generated, log_probs
     from tfm_export.bundle import Bundle
-    from tfm_export.runtime import onnx_runtime, saturation
+    from tfm_export.runtime.cpu import onnx_runtime, saturation
 
     if found is not None:
         saturation.cpu_features = lambda: found

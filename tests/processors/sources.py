@@ -7,18 +7,18 @@ from numpy.typing import NDArray
 
 from tfm_export.bundle import Bundle
 from tfm_export.graph import GENERATE, encoder_outputs
-from tfm_export.quantize.calibration import Trace
+from tfm_export.quantize.calibration import CalibrationSample
 from tfm_export.quantize.sensitivity import teacher_forced
 from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.verify.generate_graph import GenerateModel
 
 
-def traces(bundle: Bundle) -> list[Trace]:
+def traces(bundle: Bundle) -> list[CalibrationSample]:
     """Random letters in, random tokens out; the same ones each time."""
     random, manifest = np.random.default_rng(3), bundle.manifest
     special, sizes = manifest.special_ids, manifest.dimensions
     return [
-        Trace(
+        CalibrationSample(
             [*random.integers(4, sizes.source_vocabulary_size, n).tolist(), special.eos],
             [special.bos, *random.integers(4, sizes.target_vocabulary_size, n).tolist()],
         )

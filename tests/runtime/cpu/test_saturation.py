@@ -30,7 +30,7 @@ from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.runtime.cpu.processor import CpuFeatures, cpu_features
 from tfm_export.runtime.cpu.saturation import generate_graph_problem, needs_wide_sums, saturation_note
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ROUNDING = 1e-5  # other kernels add float32 in another order: 5e-7 was found
 CUT_OFF = 1e-2  # log-probabilities of the calibrated g2p model change by up to 0.27
 CLIPPED = 1.0  # many activations are the largest number that 8 bits hold
