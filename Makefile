@@ -19,13 +19,13 @@ help: ## Show this list
 demo: $(INSTALLED) ## Export the shipped model, verify it, decode words beside PyTorch
 	@$(BIN)/python examples/g2p/demo.py
 
-test: $(INSTALLED) ## Run every kind of test once, a worker on each CPU; about 6 minutes on 2 cores
+test: $(INSTALLED) ## Run every kind of test once, a worker on each CPU; 6 to 7 minutes on 2 cores
 	@$(BIN)/pytest $(WORKERS)
 
 test-all: $(INSTALLED) ## Run the full matrices too; at most an hour on 2 cores
 	@$(BIN)/pytest $(WORKERS) -m ""
 
-test-numeric: $(INSTALLED) ## Run the tests that compare numbers in other arithmetic than this processor's; 2 minutes
+test-numeric: $(INSTALLED) ## Run the tests that compare numbers in other arithmetic than this processor's; 3 minutes
 	@$(BIN)/python -m tests.arithmetic $(WORKERS)
 
 check: $(INSTALLED) ## Check formatting, lint and types
