@@ -161,7 +161,7 @@ def shares(seed: int) -> dict[str, float]:
     model, bundle = exported(seed)
     dimensions, limits, folder = bundle.manifest.dimensions, bundle.manifest.limits, bundle.variant_path("fp32")
     cases = [case for _, case in teacher_forcing(dimensions, limits, [], bundle.manifest.special_ids.bos)]
-    reference, exact = float64_reference(model), Float64Model.read(folder, dimensions)
+    reference, exact = float64_reference(model, folder), Float64Model.read(folder, dimensions)
     truths = [case.trace(exact, dimensions) for case in cases]
     judged = compare_steps(folder, dimensions, (("", case) for case in cases), reference=reference)
     found = {"graph": max(comparison.share for comparison in judged.graph)}

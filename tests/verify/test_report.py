@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -155,6 +156,15 @@ def test_the_page_shows_the_verdict_and_escapes_texts() -> None:
     assert "<script>" not in page
     assert "log_probs" in page
     assert "FAILED" not in parity_page([report()], "Parity")
+
+
+def test_a_limit_that_is_no_number_accepts_nothing() -> None:
+    judged = TensorComparison(name="log_probs", error=1e-9, rounding=math.inf, limit=math.inf)
+    assert not judged.passed
+    assert judged.share == math.inf
+    exact = TensorComparison(name="log_probs", error=0.0, rounding=0.0, limit=0.0)
+    assert exact.passed
+    assert exact.share == 0
 
 
 def test_the_hint_tells_who_is_wrong() -> None:

@@ -145,7 +145,7 @@ def _steps(
     if reference is not None:
         from tfm_export.verify.reference import float64_reference
 
-        exact = float64_reference(reference)
+        exact = float64_reference(reference, bundle.variant_path(variant))
     return compare_steps(
         bundle.variant_path(variant),
         manifest.dimensions,

@@ -87,6 +87,7 @@ class Float64Graph:
         self._proto, self._moves, self._random = proto, moves, np.random.default_rng(moves.seed)
         self._constants, self._directions = dict(constants), dict[float, Array]()
         self._nodes = ReferenceEvaluator(proto, new_ops=[*OPERATORS]).rt_nodes_
+        self._stored = {*self._constants, *(o for n in self._nodes if n.op_type == "Constant" for o in n.output)}
         self._restore_constants()
         self._last_use = {name: number for number, node in enumerate(self._nodes) for name in node.input}
         self._outputs = [value.name for value in proto.graph.output]
@@ -148,16 +149,17 @@ class Float64Graph:
             return tuple(self._before_float32(x) if _is_float(x) and x.size == 1 else x for x in run())
         if not self._moves.results or node.op_type in EXACT or node.need_context():
             return run(*inputs)
-        found, sizes = self._rounded(node.op_type, run, inputs)
+        found, sizes = self._rounded(node, run, inputs)
         return tuple(
             x + self._moves.results * np.where(np.isfinite(size), size, 0) * self._signs(x.shape) if _is_float(x) else x
             for x, size in zip(found, sizes, strict=True)
         )
 
     def _rounded(
-        self, operator: str, run: Callable[..., tuple[Any, ...]], inputs: list[Any]
+        self, node: Any, run: Callable[..., tuple[Any, ...]], inputs: list[Any]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """What an operator gives for inputs that are moved as it rounds them, and what its own rounding grows with."""
+        operator = node.op_type
         if operator in SUMS:
             return run(*inputs), run(*(np.abs(x) if _is_float(x) else x for x in inputs))
         if operator == "Attention":
@@ -167,7 +169,8 @@ class Float64Graph:
             wide = math.sqrt(query.shape[-1])
             found = run(self._near(query, wide), self._near(key, wide), value, *rest)
             return found, run(query, key, np.abs(value), *rest)
-        found = run(*map(self._near, inputs))
+        # What is computed may be off; what the graph stores is what it is: an exponent of 2 is no other number.
+        found = run(*(x if name in self._stored else self._near(x) for name, x in zip(node.input, inputs, strict=True)))
         if operator != "LayerNormalization":
             return found, found
         # The variance may be computed as the difference of two larger numbers.

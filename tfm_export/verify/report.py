@@ -27,13 +27,15 @@ class TensorComparison:
 
     @property
     def passed(self) -> bool:
-        """Within the limit; an error that is not a number is not."""
-        return self.error <= self.limit
+        """Within a limit that is a number; an error that is none is not."""
+        return self.error <= self.limit < math.inf
 
     @property
     def share(self) -> float:
         """The part of the limit that the error takes; above 1 it is beyond."""
-        return self.error / self.limit if self.limit else math.inf if self.error else 0.0
+        if not 0 < self.limit < math.inf:
+            return 0.0 if self.passed else math.inf
+        return self.error / self.limit
 
 
 @dataclass(frozen=True, kw_only=True)
