@@ -116,6 +116,20 @@ def a_cache_is_written_one_slot_further(model: ir.Model) -> None:
     scatter.replace_input_with(2, further.outputs[0])
 
 
+def several_tokens_at_once_are_cached_otherwise(model: ir.Model) -> None:
+    """Values of one layer are off by the number of the step's tokens behind the first one: right one by one."""
+    scatter = nodes(model, "TensorScatter")[-1]
+    one = ir.Value(name="mutant_one", const_value=ir.tensor(np.array([1], np.float32), name="mutant_one"))
+    model.graph.register_initializer(one)
+    ids = next(value for value in model.graph.inputs if value.name == "target_ids")
+    count = ir.node("Shape", [ids], attributes={"start": 1, "end": 2})
+    number = ir.node("Cast", [count.outputs[0]], attributes={"to": ir.DataType.FLOAT.value})
+    more = ir.node("Sub", [number.outputs[0], one])
+    off = ir.node("Add", [scatter.inputs[1], more.outputs[0]])
+    model.graph.insert_before(scatter, (count, number, more, off))
+    scatter.replace_input_with(1, off.outputs[0])
+
+
 def a_matrix_is_in_float16(model: ir.Model) -> None:
     """One of the last layer's."""
     name = next(name for name in reversed([*model.graph.initializers]) if name.endswith("contract.weight"))
@@ -142,6 +156,7 @@ MUTANTS: dict[str, tuple[Change, str, tuple[str, ...]]] = {
     "gelu's form, decoder": (gelu_is_the_other_form, DECODER_STEP, ("tied", "relative", "learned")),
     "queries and keys change places": (queries_and_keys_change_places, ENCODER, EVERYWHERE),
     "a cache is written one slot further": (a_cache_is_written_one_slot_further, DECODER_STEP, EVERYWHERE),
+    "several tokens are cached otherwise": (several_tokens_at_once_are_cached_otherwise, DECODER_STEP, EVERYWHERE),
     "a matrix is in float16, encoder": (a_matrix_is_in_float16, ENCODER, EVERYWHERE),
     "a matrix is in float16, decoder": (a_matrix_is_in_float16, DECODER_STEP, EVERYWHERE),
 }
