@@ -74,7 +74,7 @@ def test_a_step_that_is_not_the_models_own_is_found(tmp_path: Path) -> None:
     bundle, report = export_bundle(tmp_path / "model.pt", tmp_path / "bundle", settings=IDS, adapter=load)
     assert report is not None
     assert report.passed
-    names = [tensor.name for tensor in report.tensors]
+    names = [tensor.name for tensor in report.graph]
     assert {"log_probs", "self_key_0", "cross_value_0"} <= {*names}
     for file in (graph.ENCODER, graph.DECODER_STEP):
         gemms = [n for n in onnx.load(bundle.variant_path("fp32") / file).graph.node if n.op_type == "Gemm"]

@@ -167,7 +167,9 @@ def _golden_sources(bundle: Bundle, source: SourceModel, inputs: Sequence[str] |
 
 
 def _write_graphs(bundle: Bundle, source: SourceModel, attention_layer: int | None) -> None:
-    write_fp32_variant(source.model, bundle.path / "onnx" / "fp32", attention_layer=attention_layer)
+    write_fp32_variant(
+        source.model, bundle.path / "onnx" / "fp32", attention_layer=attention_layer, limits=bundle.manifest.limits
+    )
     purposes = {
         graph.ENCODER: "source ids to cross-attention keys and values, once a sentence",
         graph.DECODER_STEP: "the next token, over an append-only cache",
