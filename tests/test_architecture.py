@@ -35,6 +35,7 @@ PYTORCH = {"export", "checkpoints", "verify", "runtime.torch_model"}
 LIBRARIES = {
     "torch": PYTORCH,
     "reference_model": PYTORCH,
+    "sympy": {"export"},
     "onnxscript": {"export"},
     "onnx_ir": {"export", "graph_files", "passes", "quantize", "trt"},
     "onnx": {"export", "graph_files", "passes", "quantize", "trt", "verify"},

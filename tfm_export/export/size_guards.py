@@ -156,12 +156,13 @@ class SizeGuards:
         broken = {guard: sizes for guard in self._found.values() if (sizes := guard.broken_by(largest))}
         # PyTorch asks again afterwards, where no line of the user's is left.
         named = {guard: sizes for guard, sizes in broken.items() if guard.place} or broken
-        problems = [
-            f"{guard.place or 'in the code of PyTorch or tfm-export'}\n  decides by a size: what was traced holds "
-            f"where {guard.condition}, and not for {' and '.join(f'{name} {size:,}' for name, size in sizes.items())}, which "
-            "the bundle would promise"
-            for guard, sizes in named.items()
-        ]
+        problems = []
+        for guard, sizes in named.items():
+            wrong = " and ".join(f"{name} {size:,}" for name, size in sizes.items())
+            problems.append(
+                f"{guard.place or 'in the code of PyTorch or tfm-export'}\n  decides by a size: what was traced holds "
+                f"where {guard.condition}, and not for {wrong}, which the bundle would promise"
+            )
         if problems:
             raise ExportError(problems, HINT)
 

@@ -14,6 +14,7 @@ from tfm_export.bundle import GOLDEN, TOKENIZER, Bundle, Limits, Manifest, write
 from tfm_export.checkpoints import Adapter, Factory, SourceModel, read_adapter, read_checkpoint
 from tfm_export.errors import ExportError, ParityError, RequestError
 from tfm_export.export.golden import MOST_LINES, GoldenSet, Source, make_golden, synthetic_sources
+from tfm_export.export.promises import check_promises
 from tfm_export.export.variant import dimensions_of, write_fp32_variant
 from tfm_export.extras import require_onnxruntime
 from tfm_export.staging import check_target, new_bundle
@@ -71,6 +72,9 @@ def export_bundle(
     source = read_checkpoint(checkpoint, settings) if adapter is None else read_adapter(checkpoint, adapter, settings)
     limits = _limits(source, max_source_length, max_target_length)
     attention_layer = _layer(source, attention_layer)
+    if isinstance(source.model, Adapter):
+        progress("running the adapter at the longest sequences")
+        check_promises(source.model, limits)
     manifest = Manifest(
         dimensions=dimensions_of(source.model),
         limits=limits,

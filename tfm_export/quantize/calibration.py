@@ -24,7 +24,7 @@ from tfm_export.graph import DECODER_STEP, DECODER_STEP_ATTENTION, ENCODER, Dime
 from tfm_export.graph_files import read_graph
 from tfm_export.passes.linears import linears
 from tfm_export.quantize.histogram import Collector, Observation, thresholds
-from tfm_export.runtime.onnx_runtime import OnnxModel, onnxruntime, session_options
+from tfm_export.runtime.onnx_runtime import OnnxModel, onnxruntime, run_feeds, session_options
 from tfm_export.runtime.threads import usable_cpus
 
 __all__ = ["Observation", "Trace", "decode_traces", "observe", "thresholds"]
@@ -282,7 +282,7 @@ class _Probe:
         """Run the graph once, note what is watched, and give the wanted outputs."""
         computed = [value for value in self._largest if value not in self._inputs]
         names = list(dict.fromkeys([*computed, *wanted]))
-        outputs = dict(zip(names, self._session.run(names, feeds), strict=True))
+        outputs = dict(zip(names, run_feeds(self._session, names, feeds, self.name), strict=True))
         broken = []
         for value in self._largest:
             magnitudes = np.abs(outputs[value] if value in outputs else feeds[value])

@@ -8,7 +8,7 @@ buffers that stay bound until a shape changes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +131,7 @@ class OnnxModel:
         binding.bind_cpu_input("source_mask", memory.source_mask)
         for name, array in memory.cross.items():
             _bind_output(binding, name, array)
-        encoder.run_with_iobinding(binding)
+        run_bound(encoder, binding, ENCODER)
         memory.zero_padding()
         return OnnxSentences(decoder_step, memory, self.dimensions, self.limits, self.gives_attention)
 
@@ -177,7 +177,7 @@ class OnnxSentences:
     ) -> StepOutput:
         """Write Q tokens into the cache and say what may follow each; see `Sentences.step`."""
         memory, bound = self.memory, self._filled(target_ids, positions, write_index, self_mask, full)
-        self.session.run_with_iobinding(bound.binding)
+        run_bound(self.session, bound.binding, DECODER_STEP)
         memory.written = max(memory.written, max(write_index.tolist()) + target_ids.shape[1])
         check_finite(bound.best)
         return bound.output
@@ -198,7 +198,7 @@ class OnnxSentences:
         tokens, log_probs = np.empty((memory.size, steps), np.int64), np.empty((memory.size, steps), np.float32)
         taken = 0
         while True:
-            self.session.run_with_iobinding(bound.binding)
+            run_bound(self.session, bound.binding, DECODER_STEP)
             tokens[:, taken], log_probs[:, taken] = bound.best_ids[:, 0], bound.best[:, 0]
             taken += 1
             if taken == steps or until(bound.best_ids[:, 0].tolist()):
@@ -342,6 +342,35 @@ class _BoundStep:
 def _bind_output(binding: IOBinding, name: str, array: NDArray[Any]) -> None:
     """Have an output written into an array's memory."""
     binding.bind_ortvalue_output(name, onnxruntime.OrtValue.ortvalue_from_numpy(array))
+
+
+def run_bound(session: InferenceSession, binding: IOBinding, name: str) -> None:
+    """Run a graph whose inputs and outputs are bound.
+
+    Raises:
+        RequestError: it cannot compute them.
+    """
+    try:
+        session.run_with_iobinding(binding)
+    except Exception as problem:  # its exceptions have no base class of their own
+        raise _refused(name, problem) from problem
+
+
+def run_feeds(session: InferenceSession, names: Sequence[str] | None, feeds: Mapping[str, Any], name: str) -> list[Any]:
+    """The same with arrays; gives the outputs of these names."""
+    try:
+        outputs: list[Any] = session.run(names, feeds)
+    except Exception as problem:
+        raise _refused(name, problem) from problem
+    return outputs
+
+
+def _refused(name: str, problem: Exception) -> RequestError:
+    said = " ".join(str(problem).split())
+    return RequestError(
+        f"ONNX Runtime {onnxruntime.__version__} could not compute {name}: {said}",
+        "tfm-export verify, which compares the longest sequences that the bundle promises too; or a smaller batch",
+    )
 
 
 def session_options(threads: int, *, exact: bool = False) -> SessionOptions:

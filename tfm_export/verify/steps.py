@@ -166,12 +166,17 @@ def teacher_forcing(
         A name for people, and the ids.
     """
     yield from _usual_cases(dimensions, limits, golden, start_token)
-    longest = max(1, int((ATTENTION_BYTES / (8 * dimensions.heads)) ** 0.5))
+    longest = longest_compared(dimensions.heads)
     source, target = min(limits.max_source_length, longest), min(limits.max_target_length, longest)
     sizes = {"source": source, "target": target, "prefix": target - 2, "most_places": PLACES_AT_LIMITS}
     batch = 2 if max(source, target) ** 2 * 2 <= longest**2 else 1
     name = f"sources of {source:,} and targets of {target:,} tokens"
     yield name, TeacherForcing.random(dimensions, batch=batch, seed=5, **sizes)
+
+
+def longest_compared(heads: int) -> int:
+    """How long a sequence may be for the attention of so many heads to be compared."""
+    return max(1, int((ATTENTION_BYTES / (8 * heads)) ** 0.5))
 
 
 def _usual_cases(
