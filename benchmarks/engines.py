@@ -24,9 +24,9 @@ from tfm_export.bundle import Bundle
 from tfm_export.precision import PRECISIONS
 from tfm_export.trt.builder import Builder
 from tfm_export.trt.monitor import Silent
+from tfm_export.trt.network_source import write_sources
 from tfm_export.trt.options import EngineOptions
 from tfm_export.trt.proof import prove
-from tfm_export.trt.source import write_sources
 from tfm_export.trt.stage import draw_blueprint
 
 RESULTS = Path(__file__).parent / "results" / "engines.json"

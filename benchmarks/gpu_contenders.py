@@ -35,11 +35,11 @@ class TfmExport:
     def __init__(self, folder: Path, device: str, *, variant: str, flavor: str | None) -> None:
         import tfm_export
         from tfm_export.bundle import Bundle
-        from tfm_export.runtime.backends import Candidate
+        from tfm_export.runtime.backends import BackendChoice
 
         bundle = Bundle.open(folder / BUNDLE)
         engine = flavor and f"{flavor}_{variant}"
-        way = Candidate(variant=variant, gpu=None if device == "cpu" else int(device), engine=engine)
+        way = BackendChoice(variant=variant, gpu=None if device == "cpu" else int(device), engine=engine)
         try:
             way.check(bundle)
             self.model = tfm_export.Model(bundle, way.open(bundle), None)

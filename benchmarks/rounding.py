@@ -32,8 +32,8 @@ from tfm_export.bundle import GenerationDefaults as BundleDefaults
 from tfm_export.bundle import SpecialIds as BundleIds
 from tfm_export.export.variant import write_fp32_variant
 from tfm_export.precision import TIMES_ROUNDING
-from tfm_export.runtime import onnx_runtime
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu import onnx_runtime
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.verify.float64 import Float64Model
 from tfm_export.verify.reference import float64_reference, run_reference
 from tfm_export.verify.steps import TeacherForcing, Trace, compare_steps, distances, teacher_forcing
@@ -161,9 +161,9 @@ def shares(seed: int) -> dict[str, float]:
     model, bundle = exported(seed)
     dimensions, limits, folder = bundle.manifest.dimensions, bundle.manifest.limits, bundle.variant_path("fp32")
     cases = [case for _, case in teacher_forcing(dimensions, limits, [], bundle.manifest.special_ids.bos)]
-    reference, exact = float64_reference(model), Float64Model(folder, dimensions, limits)
+    reference, exact = float64_reference(model, folder), Float64Model.read(folder, dimensions)
     truths = [case.trace(exact, dimensions) for case in cases]
-    judged = compare_steps(folder, dimensions, (("", case) for case in cases), limits=limits, reference=reference)
+    judged = compare_steps(folder, dimensions, (("", case) for case in cases), reference=reference)
     found = {"graph": max(comparison.share for comparison in judged.graph)}
 
     def judge(name: str, traces: Iterable[Trace]) -> None:

@@ -26,8 +26,9 @@ from benchmarks.contenders import (
     VARIANTS,
 )
 from tfm_export.bundle import Bundle, Manifest
-from tfm_export.quantize.calibration import decode_traces, observe, thresholds
-from tfm_export.quantize.variant import PURPOSES, Recipe, write_variant
+from tfm_export.passes.recipe import Recipe
+from tfm_export.quantize.calibration import decode_samples, observe, thresholds
+from tfm_export.quantize.variant import PURPOSES, write_variant
 from tfm_export.staging import new_part
 
 if TYPE_CHECKING:  # the contenders import this module too, and some must not load PyTorch
@@ -153,7 +154,7 @@ def add_variants(
         progress: told what begins.
     """
     fp32 = bundle.variant_path("fp32")
-    observations = observe(bundle, decode_traces(bundle, sources, beam_size=1, max_length=8))
+    observations = observe(bundle, decode_samples(bundle, sources, beam_size=1, max_length=8))
     ranges = {value: observed.largest for value, observed in observations.items()}
     limits = thresholds(observations, "percentile")
     for name in names:

@@ -29,7 +29,7 @@ from reference_model.checkpoint import Checkpoint, SpecialIds, load_checkpoint
 from reference_model.data import encode_source, pad, read_pairs
 from reference_model.search import Hypothesis, beam_batch, greedy
 
-Search = Callable[[Tensor, Tensor], list[Hypothesis]]
+SearchFunction = Callable[[Tensor, Tensor], list[Hypothesis]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,9 @@ def read_examples(path: Path, checkpoint: Checkpoint, limit: int | None = None) 
     ]
 
 
-def evaluate(method: str, search: Search, examples: list[Example], special: SpecialIds, batch_size: int = 64) -> Score:
+def evaluate(
+    method: str, search: SearchFunction, examples: list[Example], special: SpecialIds, batch_size: int = 64
+) -> Score:
     """Decode all examples and compare.
 
     Args:

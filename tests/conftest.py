@@ -9,11 +9,19 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+
+from tests.arithmetic import compares_numbers
+from tests.once import Once, make_once, shared_folder
+from tests.skips import ON_A_GPU, pytest_terminal_summary, reason
+from tfm_export.runtime.threads import usable_cpus
+
+__all__ = ["pytest_terminal_summary"]
 
 # torch is imported in the fixtures that need it: tests that do not run in a second or two.
 if TYPE_CHECKING:
@@ -21,6 +29,10 @@ if TYPE_CHECKING:
 
 # Threads that wait for work sleep instead of spinning: on a busy machine small models run several times faster.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Several workers share the CPUs. Each, and each process that its tests start, computes with its part of them.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // int(workers))))
+MOST_WORKERS = 8  # each has PyTorch in memory, and imports it first
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
 SOURCE_TOKENS = (*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz'")
@@ -44,12 +56,30 @@ def gpu_problem() -> str | None:
     return None
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """The workers of `pytest -n auto`: one for each CPU that this process may use."""
+    return min(usable_cpus(), MOST_WORKERS)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests marked gpu, each by name and with the reason, on a machine without one."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and (problem := gpu_problem()):
         for item in marked:
-            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {problem}"))
+            item.add_marker(pytest.mark.skip(reason=reason("an NVIDIA GPU", *ON_A_GPU, found=problem)))
+
+
+@pytest.fixture(scope="session")
+def once(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """Makes a folder once for all workers, by name; see `make_once`."""
+    return partial(make_once, shared_folder(pytestconfig, tmp_path_factory))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the numeric part: see `tests.arithmetic`."""
+    if compares_numbers(item.path):
+        item.add_marker("numeric")
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +117,7 @@ def build_tiny_model(seed: int = 0, **fields: Any) -> Transformer:
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif name.endswith(("W_q.weight", "W_k.weight")):
-                parameter.mul_(2)  # more than that, and rounding errors grow until parity is a matter of luck
+                parameter.mul_(3)
                 if name.endswith("W_q.weight") and not config.scale_attention:
                     parameter.div_(config.head_size**0.5)  # as training would do it
         if not config.tie_projection:
@@ -115,13 +145,14 @@ def tiny_model() -> Callable[..., Transformer]:
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_checkpoint(once: Once) -> Path:
     """The file of a tiny pre-norm model that reads letters and writes words. Do not change it: all tests share it."""
     from reference_model import save_checkpoint
 
-    path = tmp_path_factory.mktemp("checkpoint") / "tiny.pt"
-    save_checkpoint(build_tiny_checkpoint(), path)
-    return path
+    def make(folder: Path) -> None:
+        save_checkpoint(build_tiny_checkpoint(), folder / "tiny.pt")
+
+    return once("tiny_checkpoint", make) / "tiny.pt"
 
 
 def build_tiny_checkpoint(seed: int = 0, **fields: Any) -> Checkpoint:
@@ -144,39 +175,47 @@ def build_tiny_checkpoint(seed: int = 0, **fields: Any) -> Checkpoint:
 
 
 @pytest.fixture(scope="session")
-def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_bundle(tiny_checkpoint: Path, once: Once) -> Path:
     """The bundle of tiny_checkpoint, verified. Do not change it: copy it, all tests share it."""
-    from tfm_export.export import export_bundle
 
-    path = tmp_path_factory.mktemp("bundle") / "tfm_bundle"
-    export_bundle(tiny_checkpoint, path, inputs=["hello", "parity", "a", "don't", "transformer"])
-    return path
+    def make(folder: Path) -> None:
+        from tfm_export.export import export_bundle
+
+        words = ["hello", "parity", "a", "don't", "transformer"]
+        export_bundle(tiny_checkpoint, folder / "tfm_bundle", inputs=words)
+
+    return once("tiny_bundle", make) / "tfm_bundle"
 
 
 @pytest.fixture(scope="session")
-def tiny_variants(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_variants(tiny_bundle: Path, once: Once) -> Path:
     """The tiny bundle with a variant of every precision. Do not change it: copy it."""
-    from tests.trt.variants import add_variant
-    from tfm_export.bundle import Bundle
-    from tfm_export.precision import PRECISIONS
 
-    path = shutil.copytree(tiny_bundle, tmp_path_factory.mktemp("variants") / "tfm_bundle")
-    bundle = Bundle.open(path)
-    for name in PRECISIONS:
-        if name != "fp32":
-            add_variant(bundle, name)
-    return path
+    def make(folder: Path) -> None:
+        from tests.trt.variants import add_variant
+        from tfm_export.bundle import Bundle
+        from tfm_export.precision import PRECISIONS
+
+        bundle = Bundle.open(shutil.copytree(tiny_bundle, folder / "tfm_bundle"))
+        for name in PRECISIONS:
+            if name != "fp32":
+                add_variant(bundle, name)
+
+    return once("tiny_variants", make) / "tfm_bundle"
 
 
 @pytest.fixture(scope="session")
-def g2p_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def g2p_bundle(once: Once) -> Path:
     """The trained example's bundle, unverified and without golden inputs. Do not change it: all tests share it."""
+    return once("g2p_bundle", lambda folder: _write_g2p_bundle(folder / "tfm_bundle")) / "tfm_bundle"
+
+
+def _write_g2p_bundle(path: Path) -> None:
     from tfm_export.bundle import TOKENIZER, Bundle, Limits, Manifest
     from tfm_export.checkpoints import read_checkpoint
     from tfm_export.export.variant import write_fp32_variant
 
     source = read_checkpoint(Path(__file__).parents[1] / "examples" / "g2p" / "g2p.pt")
-    path = tmp_path_factory.mktemp("g2p") / "tfm_bundle"
     length = source.model.config.max_length
     manifest = Manifest(
         dimensions=write_fp32_variant(source.model, path / "onnx" / "fp32"),
@@ -191,4 +230,3 @@ def g2p_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     bundle = Bundle(path, manifest)
     bundle.add_files({str(file.relative_to(path)): "a test's" for file in path.rglob("*") if file.is_file()})
     bundle.save()
-    return path

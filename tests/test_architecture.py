@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.glossary import DOCUMENT, entries, public_classes, written
+
 ROOT = Path(__file__).parent.parent
 
 # From the bottom up. A part may import those of the lines above it, and never one of its own line.
 LAYERS = (
     ("errors",),
-    ("extras", "graph", "precision"),
+    ("extras", "graph", "precision", "progress"),
     ("bundle",),
     ("staging", "graph_files", "engines"),
     ("runtime", "passes"),
@@ -30,8 +32,12 @@ RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 # A part that only these may import, whatever their rank.
 ONLY_FOR = {"checkpoints": {"verify", "export", "cli"}}
 
-# The parts, and single modules, that may import a library. `import tfm_export` needs none of them but numpy.
+# The rooms of the runtime, which do not know each other, and what knows them all; they share what else is in it.
+ROOMS, ABOVE_ROOMS = {"cpu", "gpu"}, {"backends", "probes"}
+
+# The parts, rooms and single modules that may import a library. `import tfm_export` needs none of them but numpy.
 PYTORCH = {"export", "checkpoints", "verify", "runtime.torch_model"}
+GPU = {"trt", "runtime.gpu"}
 LIBRARIES = {
     "torch": PYTORCH,
     "reference_model": PYTORCH,
@@ -41,17 +47,17 @@ LIBRARIES = {
     "onnx": {"export", "graph_files", "passes", "quantize", "trt", "verify"},
     "onnxruntime": {"runtime", "quantize", "verify"},
     "ml_dtypes": {"passes"},
-    "tensorrt": {"trt", "runtime"},
-    "tensorrt_rtx": {"trt", "runtime"},
+    "tensorrt": GPU,
+    "tensorrt_rtx": GPU,
     "polygraphy": {"trt"},
-    "cuda": {"trt", "runtime"},
+    "cuda": GPU,
     "safetensors": {"checkpoints"},
     "tokenizers": {"tokenizer"},
     "sentencepiece": {"tokenizer"},
     "subword_nmt": {"tokenizer"},
     "click": {"cli"},
     "matplotlib": {"cli"},
-    "numpy": set(RANKS) - {"errors", "extras", "graph", "precision", "bundle", "staging", "engines"},
+    "numpy": set(RANKS) - {"errors", "extras", "graph", "precision", "progress", "bundle", "staging", "engines"},
 }
 STANDARD = sys.stdlib_module_names
 
@@ -68,15 +74,25 @@ def imported_names(source: str) -> Iterator[str]:
 
 def breaches(module: str, source: str) -> list[str]:
     """What a module of tfm_export, such as "export.variant", imports against the rule."""
-    part, found = module.partition(".")[0], []
+    part, found = module.partition(".")[0], [*room_breaches(module, source)]
     for name in imported_names(source):
         library, _, rest = name.partition(".")
         places = LIBRARIES.get(library, set())
         if library == "tfm_export":
             found += own_breaches(part, rest.partition(".")[0] or "model", name)  # tfm_export itself gives the model
-        elif library not in STANDARD and not {part, module} & places:
+        elif library not in STANDARD and not {part, module, module.rpartition(".")[0]} & places:
             found.append(f"{module} imports {name}, which is for {', '.join(sorted(places)) or 'none'}")
     return found
+
+
+def room_breaches(module: str, source: str) -> Iterator[str]:
+    """What a module of the runtime imports from a room that it should not know, or from above the rooms."""
+    here = module.split(".")
+    if here[0] == "runtime" and len(here) > 1 and here[1] not in ABOVE_ROOMS:
+        for name in imported_names(source):
+            there = name.removeprefix("tfm_export.runtime.").split(".")[0]
+            if name.startswith("tfm_export.runtime.") and there in (ROOMS | ABOVE_ROOMS) - {here[1]}:
+                yield f"{module} imports {name}, which is for {', '.join(sorted(ABOVE_ROOMS))}"
 
 
 def own_breaches(part: str, imported: str, name: str) -> list[str]:
@@ -143,6 +159,23 @@ def test_the_reference_model_stands_alone(path: Path) -> None:
         ("runtime", "import torch", "runtime imports torch, which is for checkpoints, export, runtime"),
         ("model", "from tfm_export.checkpoints import load", "model imports tfm_export.checkpoints.load, which is for"),
         ("decoding", "from tfm_export.runtime.session import S", "decoding imports tfm_export.runtime.session.S: of"),
+        (
+            "runtime.cpu.memory",
+            "from tfm_export.runtime.gpu import cuda",
+            "runtime.cpu.memory imports tfm_export.runtime.gpu.cuda, which is for backends, probes",
+        ),
+        (
+            "runtime.gpu.memory",
+            "from tfm_export.runtime.cpu.memory import Pool",
+            "runtime.gpu.memory imports tfm_export.runtime.cpu.memory.Pool, which is for backends",
+        ),
+        (
+            "runtime.checks",
+            "from tfm_export.runtime.gpu import cuda",
+            "runtime.checks imports tfm_export.runtime.gpu.cuda, which is for backends",
+        ),
+        ("runtime.gpu.memory", "import tfm_export.runtime.backends", "runtime.gpu.memory imports tfm_export.runtime.b"),
+        ("runtime.cpu.memory", "import tensorrt", "runtime.cpu.memory imports tensorrt, which is for runtime.gpu, trt"),
         ("cli", "import requests", "cli imports requests, which is for none"),
         ("bundle", "import numpy as np", "bundle imports numpy, which is for"),
         ("verify", "import tfm_export.utils", "verify imports tfm_export.utils, which has no place in LAYERS"),
@@ -159,4 +192,23 @@ def test_imports_that_keep_the_rule_are_left_alone() -> None:
     )
     assert breaches("export", source) == []
     assert breaches("runtime.torch_model", "import torch") == []
+    assert breaches("runtime.gpu.memory", "import cuda\nfrom tfm_export.runtime.gpu.cuda import Gpu") == []
+    assert breaches("runtime.backends", "from tfm_export.runtime.gpu import cuda\nimport tfm_export.runtime.cpu") == []
     assert breaches("decoding", "from tfm_export.runtime.step_model import StepModel\nimport numpy") == []
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    names = [name for name, _ in public_classes()]
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
+def test_the_glossary_has_every_public_class_and_no_other() -> None:
+    """`python -m tests.glossary` mends the table of rooms; lines of the list above it are mended by hand."""
+    document = DOCUMENT.read_text(encoding="utf-8")
+    found, expected = entries(document), public_classes()
+    assert sorted({*expected} - {*found}) == [], "lacking: python -m tests.glossary"
+    assert sorted({*found} - {*expected}) == [], "not there: take its line out, or name its new place"
+    assert len(found) == len({*found}), "a class stands there twice"
+    assert document == written(document), "python -m tests.glossary"
+    nouns = [line.removeprefix("- ").strip("`").casefold() for line in document.splitlines() if line.startswith("- ")]
+    assert nouns == sorted(nouns), "the list is alphabetical"

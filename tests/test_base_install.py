@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.once import Once
 from tfm_export.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
@@ -29,9 +30,10 @@ NEED_AN_EXTRA = (
     "tfm_export.checkpoints",
     "tfm_export.generate_graph",
     "tfm_export.verify",
-    "tfm_export.runtime.cuda_provider",
-    "tfm_export.runtime.onnx_cuda",
-    "tfm_export.runtime.onnx_runtime",
+    "tfm_export.runtime.gpu.cuda_provider",
+    "tfm_export.runtime.gpu.onnx_cuda",
+    "tfm_export.runtime.cpu.onnx_runtime",
+    "tfm_export.runtime.onnx_sessions",
     "tfm_export.runtime.torch_model",
 )
 
@@ -53,9 +55,12 @@ def run(*command: str | Path, cwd: Path | None = None) -> subprocess.CompletedPr
 
 
 @pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(once: Once) -> Path:
     """The bin folder of a virtual environment with the base install, built from a copy of the sources."""
-    folder = tmp_path_factory.mktemp("base")
+    return once("base_install", install_base) / "venv/bin"
+
+
+def install_base(folder: Path) -> None:
     source = folder / "source"
     for package in ("tfm_export", "reference_model"):
         shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -69,7 +74,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = ("--python", folder / "venv/bin/python")
     installed = run(*pip, *target, "install", "--no-compile", "--constraint", ROOT / "constraints.txt", wheel)
     assert installed.returncode == 0, installed.stderr
-    return folder / "venv/bin"
 
 
 def all_modules() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 from reference_model import SpecialIds, Transformer, load_checkpoint, search
+from tests import conftest
 from tests.conftest import gpu_problem
+from tests.skips import WITHOUT_GPU, skip
 
 WORDS = ["a", "tea", "hello", "production", "don't", "zebra", "transformer", "ox"]
 
@@ -32,7 +35,7 @@ def test_the_tiny_model_gives_varied_targets_of_varied_lengths(
     tiny_model: Callable[..., Transformer], fields: dict[str, bool]
 ) -> None:
     targets = greedy_targets(tiny_model(**fields))
-    assert len(set(targets)) >= 8
+    assert len(set(targets)) >= 12
     assert len({len(target) for target in targets}) >= 4
     assert not {0, 1, 3} & {token for target in targets for token in target}
 
@@ -60,14 +63,59 @@ def test_the_tiny_checkpoint_reads_letters_and_writes_words(tiny_checkpoint: Pat
 
 def test_gpu_tests_are_skipped_by_name_with_the_reason(tmp_path: Path) -> None:
     if gpu_problem() is None:
-        pytest.skip("there is a GPU")
+        skip("no NVIDIA GPU", WITHOUT_GPU)
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     (tmp_path / "test_it.py").write_text(
         "import pytest\n\n\n@pytest.mark.gpu\ndef test_on_gpu():\n    raise AssertionError\n\n\n"
         "def test_elsewhere():\n    pass\n"
     )
     command = [sys.executable, "-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", "-W", "ignore", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}  # conftest.py imports from tests
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
     assert "1 passed, 1 skipped" in done.stdout
     assert re.search(r"test_on_gpu SKIPPED", done.stdout)
-    assert "needs a GPU: no NVIDIA driver" in done.stdout or "needs a GPU: the NVIDIA driver" in done.stdout
+    assert re.search(r"needs an NVIDIA GPU \((no|the) NVIDIA driver .*\): run `make gpu-check` on", done.stdout)
+
+
+WARNS = """
+import os, warnings
+import pytest
+from tfm_export.runtime.threads import usable_cpus
+
+
+def test_a_warning():
+    warnings.warn("about something")
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="without workers")
+def test_threads():
+    assert int(os.environ["OMP_NUM_THREADS"]) == max(1, usable_cpus() // 2)
+"""
+
+
+@pytest.mark.parametrize(("workers", "outcome"), [([], "1 failed, 1 skipped"), (["-n", "2"], "1 failed, 1 passed")])
+def test_warnings_are_errors_and_workers_share_the_cpus(tmp_path: Path, workers: list[str], outcome: str) -> None:
+    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    (tmp_path / "test_it.py").write_text(WARNS, encoding="utf-8")
+    root = Path(__file__).parents[1]
+    ours = ("PYTEST_XDIST", "OMP_NUM_THREADS")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(root / "pyproject.toml")]
+    done = subprocess.run(
+        [*command, f"--rootdir={tmp_path}", *workers, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": str(root)},
+    )
+    assert outcome in done.stdout, done.stdout + done.stderr
+    assert "UserWarning: about something" in done.stdout
+
+
+@pytest.mark.parametrize(("cpus", "workers"), [(1, 1), (2, 2), (64, 8)])
+def test_there_is_a_worker_for_each_usable_cpu_up_to_eight(
+    monkeypatch: pytest.MonkeyPatch, cpus: int, workers: int
+) -> None:
+    monkeypatch.setattr(conftest, "usable_cpus", lambda: cpus)
+    assert conftest.pytest_xdist_auto_num_workers() == workers

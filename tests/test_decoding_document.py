@@ -43,6 +43,6 @@ def test_the_snippets_run(tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest
     shutil.copytree(tiny_bundle, tmp_path / "tfm_bundle")
     monkeypatch.chdir(tmp_path)
     snippets = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-    assert len(snippets) == 2
+    assert len(snippets) == 3
     for snippet in snippets:
         exec(compile(snippet, "docs/decoding.md", "exec"), {})  # noqa: S102 (what a reader would run)

@@ -21,7 +21,7 @@ from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.errors import BundleError, ParityError, RequestError
 from tfm_export.generate_graph import add_generate_graph
 from tfm_export.passes.generate_graph import build_generate_graph
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.verify import read_golden, verify_variant
 
 FILE = "onnx/fp32/generate.onnx"

@@ -12,9 +12,10 @@ from typing import get_args
 import pytest
 
 import tfm_export
-from tfm_export.runtime.backends import Backend, candidates
-from tfm_export.runtime.cuda_provider import OLDEST, VARIANTS
-from tfm_export.runtime.thread_workers import MOST_WORKERS
+from tfm_export.precision import FLOATS
+from tfm_export.runtime.backends import Backend, backend_choices
+from tfm_export.runtime.gpu.cuda_provider import OLDEST
+from tfm_export.runtime.gpu.device_model import MOST_WORKERS
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
@@ -30,7 +31,7 @@ def test_the_snippet_runs(tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest
 
 def test_the_arguments_of_load_and_of_the_choice_are_told() -> None:
     named = set(re.findall(r"^\| `(\w+)` \|", TEXT, re.MULTILINE))
-    assert named == set(inspect.signature(candidates).parameters) - {"bundle"}
+    assert named == set(inspect.signature(backend_choices).parameters) - {"bundle"}
     assert named <= set(inspect.signature(tfm_export.load).parameters)
     assert all(f'`"{backend}"`' in TEXT for backend in get_args(Backend))
 
@@ -38,7 +39,7 @@ def test_the_arguments_of_load_and_of_the_choice_are_told() -> None:
 def test_the_numbers_are_those_of_the_code() -> None:
     oldest = ".".join(map(str, OLDEST))
     assert f"`onnxruntime-gpu` {oldest} or newer" in PROSE
-    assert f"It takes the variants {', '.join(VARIANTS[:-1])} and {VARIANTS[-1]}" in PROSE
+    assert f"It takes the variants {', '.join(FLOATS[:-1])} and {FLOATS[-1]}" in PROSE
     assert f"Up to {MOST_WORKERS} threads run at the same time" in PROSE
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert set(re.findall(r"tfm-export\[(\w+)\]", TEXT)) <= extras.keys()

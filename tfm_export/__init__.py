@@ -1,7 +1,7 @@
 """Take a trained encoder-decoder Transformer from PyTorch into production.
 
 >>> import tfm_export
->>> model = tfm_export.load("tfm_bundle")  # doctest: +SKIP
+>>> model = tfm_export.load("tfm_bundle")
 """
 
 from __future__ import annotations

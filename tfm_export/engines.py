@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 from tfm_export.bundle import Bundle, rebuild_command
 from tfm_export.errors import BackendUnavailable, BundleError
-from tfm_export.precision import PRECISIONS
+from tfm_export.precision import FLOATS, PRECISIONS
 
 ENGINES = "engines"
 ENGINE_FILE = "engine.json"
@@ -23,7 +23,6 @@ ENGINE_FORMAT_VERSION = 1
 ENCODER_PLAN = "encoder"
 
 FLAVORS = {"tensorrt": "TensorRT", "rtx": "TensorRT-RTX"}
-FLOAT_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 ATTENTION = ("fused", "decomposed")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -272,7 +271,7 @@ _RULES: dict[str, tuple[str, Callable[[Any], object]]] = {
         lambda v: _are(v, lambda c: isinstance(c, str) and re.fullmatch(r"\d+\.\d", c)),
     ),
     "variant": (f"one of {', '.join(PRECISIONS)}", lambda v: v in tuple(PRECISIONS)),
-    "compute": (f"one of {', '.join(FLOAT_TYPES)}", lambda v: v in tuple(FLOAT_TYPES)),
+    "compute": (f"one of {', '.join(FLOATS)}", lambda v: v in FLOATS),
     "attention": (f"one of {', '.join(ATTENTION)}", lambda v: v in ATTENTION),
     "capacities": ("numbers from 1 up in rising order", lambda v: _are(v, _is_count) and sorted(set(v)) == [*v]),
     "onnx_hashes": ("SHA-256 sums by file", lambda v: isinstance(v, dict) and _are((*v.values(),), _is_hash)),
@@ -288,8 +287,7 @@ def _problems(record: EngineRecord) -> Iterator[str]:
     """What cannot be right in a record."""
     wrong = [name for name, (_, test) in _RULES.items() if not test(getattr(record, name))]
     yield from (f"{name} must be {_RULES[name][0]}, found {getattr(record, name)!r}" for name in wrong)
-    expected = FLOAT_TYPES.get(record.compute)
-    if expected is not None and record.float_type != expected:
+    if "compute" not in wrong and record.float_type != (expected := PRECISIONS[record.compute].float_type):
         yield f"float_type must be {expected} with {record.compute}, found {record.float_type!r}"
     if "capacities" not in wrong:
         plans = {plan: plan_file(plan) for plan in (ENCODER_PLAN, *map(step_plan, record.capacities))}

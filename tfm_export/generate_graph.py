@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from tfm_export import graph
@@ -11,13 +10,13 @@ from tfm_export.errors import BundleError, ParityError, RequestError
 from tfm_export.graph_files import read_graph, weight_bytes, write_graph
 from tfm_export.passes.generate_graph import build_generate_graph
 from tfm_export.precision import PRECISIONS
+from tfm_export.progress import Progress
+from tfm_export.runtime.cpu.saturation import generate_graph_problem
 from tfm_export.staging import check_file, new_file
 from tfm_export.verify import ParityReport, compare_generate_graph, reports_json
 
 # A file with everything in it is the simplest to ship; a large one is not worth having twice.
 MOST_BYTES_INSIDE = 100_000_000
-
-Progress = Callable[[str], None]
 
 
 def add_generate_graph(
@@ -79,6 +78,8 @@ def check_generate_graph(bundle: Bundle, variant: str, *, verify: bool = True, f
     bundle.variant_path(variant)
     if verify and not PRECISIONS[variant].runs_on_cpu:
         raise RequestError(f"ONNX Runtime's CPU provider has no kernels for {variant}", "another variant")
+    if verify and (problem := generate_graph_problem(bundle, variant)):
+        raise RequestError(problem, "a processor with VNNI or AMX, or another variant")
     if verify and GOLDEN not in bundle.manifest.files:
         raise BundleError(f"{bundle.path} has no {GOLDEN} to verify against", "export the bundle again")
     check_file(bundle, f"onnx/{variant}/{graph.GENERATE}", force=force)

@@ -102,7 +102,7 @@ class WeightsFile:
                 if tensor is not None and tensor.nbytes >= EXTERNAL_FROM_BYTES:
                     value.const_value = self._place(tensor, file)
         _write(model, path)
-        os.chmod(self.path, 0o644)  # likewise
+        os.chmod(self.path, 0o644)  # readable by the user that the service runs as
 
     def _place(self, tensor: ir.TensorProtocol, file: BinaryIO) -> ir.ExternalTensor:
         content = tensor.tobytes()  # as ONNX stores it: 4-bit numbers two a byte

@@ -66,18 +66,21 @@ def check_target(path: Path, *, force: bool, inputs: Sequence[Path] = ()) -> Non
 def new_bundle(path: Path, manifest: Manifest, *, force: bool) -> Iterator[Bundle]:
     """A bundle to fill, in a sibling folder that takes the place of `path` when the block ends without an error.
 
+    `check_target` comes first, before any work is done; what has changed since then is seen before the bundle is put
+    in place.
+
     Args:
         path: where the bundle will be.
         manifest: what is known of it so far.
         force: replace a bundle that is there.
 
     Raises:
-        BundleError: see `check_target`; or the disk is full.
+        BundleError: something is there now that may not be overwritten, or the disk is full.
     """
-    check_target(path, force=force)
     path = path.resolve()  # a link stays, and what it points to is replaced
     with _full_disk_told(path, "use another disk with -o"):
         path.parent.mkdir(parents=True, exist_ok=True)
+        _restore(path)  # before what killed processes left behind is removed
         with _staging(path, _empty_folder) as staging:
             bundle = Bundle(staging, manifest)
             yield bundle
@@ -106,7 +109,8 @@ def new_part(bundle: Bundle, name: str, *, force: bool, forget: Callable[[Manife
     """A part of a bundle to fill; it is put in place, and into the manifest, when the block ends without an error.
 
     Several processes may add parts to one bundle at the same time: the manifest is read again, under a lock, before
-    it is changed. Whoever has the bundle open goes on with the old files.
+    it is changed. Whoever has the bundle open goes on with the old files. `check_part` comes first, before any work is
+    done; what has changed since then is seen under the lock.
 
     Args:
         bundle: an open bundle; its manifest is the new one afterwards.
@@ -117,7 +121,6 @@ def new_part(bundle: Bundle, name: str, *, force: bool, forget: Callable[[Manife
     Raises:
         BundleError: the bundle has that part and may not lose it, cannot be written to, or the disk is full.
     """
-    check_part(bundle, name, force=force)
     target = bundle.path.resolve() / name
     with _full_disk_told(bundle.path, "copy the bundle to another disk"):
         target.parent.mkdir(exist_ok=True)
@@ -132,7 +135,7 @@ def new_part(bundle: Bundle, name: str, *, force: bool, forget: Callable[[Manife
                     file.unlink()
             with _locked(bundle.path):
                 current = Bundle.open(bundle.path, check_hashes=False, unchecked=name.partition("/")[0])
-                check_part(current, name, force=force)
+                check_part(current, name, force=force)  # somebody else may have been faster
                 if _has_part(current, name):
                     files = {n: entry for n, entry in current.manifest.files.items() if not n.startswith(f"{name}/")}
                     current.manifest = replace(forget(current.manifest), files=files)
@@ -163,7 +166,9 @@ def check_part(bundle: Bundle, name: str, *, force: bool) -> None:
 
 @contextmanager
 def new_file(bundle: Bundle, name: str, purpose: str, *, force: bool) -> Iterator[Path]:
-    """A file to write that joins a part of a bundle; see `new_part`.
+    """A file to write; it joins a part of a bundle, and its manifest, when the block ends without an error.
+
+    `check_file` comes first, before any work is done; what has changed since then is seen under the bundle's lock.
 
     Args:
         bundle: an open bundle; its manifest is the new one afterwards.
@@ -178,13 +183,12 @@ def new_file(bundle: Bundle, name: str, purpose: str, *, force: bool) -> Iterato
         BundleError: the bundle has that file and may not lose it, its part was replaced meanwhile, it cannot be written
             to, or the disk is full.
     """
-    check_file(bundle, name, force=force)
     target = bundle.path.resolve() / name
     with _full_disk_told(bundle.path, "copy the bundle to another disk"), _staging(target, _empty_file) as staging:
         yield staging
         with _locked(bundle.path):
             current = Bundle.open(bundle.path, check_hashes=False)
-            check_file(current, name, force=force)
+            check_file(current, name, force=force)  # somebody else may have been faster
             if not staging.exists() or _beside(current, name) != _beside(bundle, name):
                 raise BundleError(f"{target.parent} was replaced while {target.name} was made for it", "once more")
             if name in current.manifest.files:

@@ -33,7 +33,7 @@ class _Waiting:
 
     request: TextRequest
     answer: Future[Generation] = field(default_factory=Future)
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.perf_counter)
 
 
 @dataclass
@@ -142,9 +142,9 @@ class Batcher:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        end = time.monotonic() + seconds
+        end = time.perf_counter() + seconds
         for thread in self._threads:
-            thread.join(max(end - time.monotonic(), 0))
+            thread.join(max(end - time.perf_counter(), 0))
         self._give_up.set()
         with self._changed:
             left = [*self._queue]
@@ -172,7 +172,7 @@ class Batcher:
                 self._changed.wait_for(lambda: self._queue or self._closing)
                 if not self._queue:
                     return []
-                patience = self._queue[0].since + self._max_wait - time.monotonic()
+                patience = self._queue[0].since + self._max_wait - time.perf_counter()
                 self._changed.wait_for(self._is_enough, timeout=max(patience, 0))
                 taken = [self._queue.popleft() for _ in range(min(len(self._queue), self._max_batch_size))]
             # Those that were cancelled meanwhile are left out; with several workers, another may have been faster.
@@ -183,8 +183,7 @@ class Batcher:
         return self._closing or len(self._queue) >= self._max_batch_size
 
     def _decode(self, batch: Sequence[_Waiting]) -> None:
-        now = time.monotonic()
-        requests = [_with_time_left(waiting, now) for waiting in batch]
+        now, requests = time.perf_counter(), [replace(waiting.request, admitted=waiting.since) for waiting in batch]
         answers = self._model.generate_iterable(
             requests, on_error="yield", window=len(batch), options=self._options, cancelled=self._give_up
         )
@@ -200,11 +199,3 @@ class Batcher:
             self.counts.failed += failed
             self.counts.answered += len(batch) - failed
             self.counts.waited += sum(now - waiting.since for waiting in batch)
-
-
-def _with_time_left(waiting: _Waiting, now: float) -> TextRequest:
-    """The request with the time that it has waited taken off its deadline."""
-    request = waiting.request
-    if request.deadline is None:
-        return request
-    return replace(request, deadline=max(request.deadline - (now - waiting.since), 0.0))

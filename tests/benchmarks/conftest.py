@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.once import Once
+from tests.skips import import_or_skip
+
 
 @pytest.fixture(scope="session")
-def tiny_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_work(once: Once) -> Path:
     """The work of the benchmarks with a tiny model in float32. Do not change it."""
-    pytest.importorskip("ctranslate2")
-    from benchmarks.work import prepare
+    import_or_skip("ctranslate2", "bench")
 
-    folder = tmp_path_factory.mktemp("benchmarks") / "work"
-    prepare(folder, lambda _: None, preset="tiny", vocabulary=100, variants=())
-    return folder
+    def make(folder: Path) -> None:
+        from benchmarks.work import prepare
+
+        prepare(folder, lambda _: None, preset="tiny", vocabulary=100, variants=())
+
+    return once("tiny_work", make)

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import engines
+from tests.skips import install, skip_if
 from tfm_export.bundle import Bundle
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("tensorrt_rtx") is None,
-    reason="tensorrt_rtx is not installed: pip install 'tfm-export[rtx]'",
-)
+@skip_if(importlib.util.find_spec("tensorrt_rtx") is None, "tensorrt_rtx", install("rtx"))
 def test_a_precision_that_the_bundle_lacks_is_built_and_shown(
     tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from benchmarks import files, worker
 from benchmarks.contenders import SOURCES
 from benchmarks.files import FILE, Work, measure, tables
 from benchmarks.work import CHAIN, FIRST, end_by_chains, prepare
+from tests.skips import import_or_skip
 
 
 def entry(contender: str, seconds: list[float], **fields: Any) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def test_the_tables_hold_rates_ratios_and_agreement() -> None:
 
 @pytest.mark.slow
 def test_both_decode_the_same_targets_of_the_lengths_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ctranslate2")
+    import_or_skip("ctranslate2", "bench")
     monkeypatch.setattr(worker, "SECONDS_TO_CALM_DOWN", 0)
     monkeypatch.setattr(files, "OURS", {"float32": ("tfm-export",)})
     monkeypatch.setattr(files, "BATCHES", files.BATCHES[:2])

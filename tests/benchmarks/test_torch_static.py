@@ -18,6 +18,7 @@ from tests.benchmarks.random_models import (
     random_sources,
     reference_greedy,
 )
+from tests.skips import skip_if
 
 
 def endless(model: Transformer) -> Transformer:
@@ -36,7 +37,7 @@ def test_the_tokens_of_the_reference_twice(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@skip_if(shutil.which("g++") is None, "a C++ compiler, for torch.compile on a CPU", "apt-get install g++")
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_gives_the_same() -> None:
     model, sources = endless(random_model()), random_sources()

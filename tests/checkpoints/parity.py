@@ -9,10 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from reference_model import Transformer
-
-# Between two float64 runs of the same arithmetic in another order: measured 5.3e-15 at most, of logits up to 15.
-FLOAT64 = 1e-12
-FLOOR, TIMES = 1e-4, 2.0
+from tests.numerics import FLOAT32_EPSILON, FLOAT64_EPSILON, assert_close, exactly
 
 
 def batch(
@@ -36,30 +33,52 @@ def assert_same_model(
     *,
     source: int = 9,
     target: int = 7,
-    float64: float = FLOAT64,
     pad: int | None = None,
+    constants_in_float32: bool = False,
 ) -> None:
-    """The same logits: in float64 to its last digits, in float32 within the yardstick.
+    """The same logits, in float64 and in float32, but for what rounding explains.
 
     Args:
         ours: what was read.
         theirs: what wrote the checkpoint; has `logits`, see tests/oracles/layouts.py.
         source: the longest source.
         target: the targets' length.
-        float64: how far two runs in float64 may be apart.
         pad: the padding id of models that look for it among ids.
+        constants_in_float32: a constant of theirs is rounded to float32 whatever they are cast to.
     """
     config = ours.config
     inputs = batch(
         (config.source_vocabulary_size, config.target_vocabulary_size), source=source, target=target, pad=pad
     )
-    exact = run(copy.deepcopy(theirs).double(), inputs)
-    own_error = (run(theirs, inputs) - exact).abs().max()
-    assert (ours(*inputs).double() - exact).abs().max() <= max(TIMES * own_error, FLOOR)
-    assert (copy.deepcopy(ours).double()(*inputs) - exact).abs().max() <= float64
+    exact = exactly(lambda model: run(model, inputs), theirs)
+    for model, logits in ((theirs, run(theirs, inputs)), (ours, ours(*inputs))):
+        assert logits.dtype == torch.float32, model
+        assert_close(logits, exact)
+    epsilon = FLOAT32_EPSILON if constants_in_float32 else FLOAT64_EPSILON
+    assert_close(copy.deepcopy(ours).double()(*inputs), exact, epsilon=epsilon)
+
+
+@torch.no_grad()
+def assert_computed(ours: Transformer, expected: dict[str, Tensor], name: str = "logits") -> None:
+    """What another program computed in float32, on some machine, and what is computed here.
+
+    Args:
+        ours: what was read.
+        expected: source_ids, lengths, target_ids, and what came of them.
+        name: of the last, "logits" or "log_probs".
+    """
+    mask = torch.arange(expected["source_ids"].size(1)) < expected["lengths"][:, None]
+
+    def compute(model: nn.Module) -> Tensor:
+        logits: Tensor = model(expected["source_ids"], mask, expected["target_ids"])
+        return logits.log_softmax(-1) if name == "log_probs" else logits
+
+    exact = exactly(compute, ours)
+    for numbers in (expected[name], compute(ours)):
+        assert_close(numbers, exact)
 
 
 def run(model: Any, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """A model's logits in evaluation mode, as float64."""
+    """A model's logits in evaluation mode."""
     logits: Tensor = model.eval().logits(*inputs)
-    return logits.double()
+    return logits

@@ -23,6 +23,7 @@ from reference_model.checkpoint import SpecialIds as ReferenceSpecialIds
 from reference_model.data import pad
 from reference_model.search import beam_batch, greedy
 from tests.checkpoints.parity import assert_same_model
+from tests.skips import skip_if
 from tfm_export.checkpoints import read_checkpoint
 from tfm_export.export import export_bundle
 from tfm_export.model import load
@@ -31,7 +32,7 @@ try:
     FOLDER: Path | None = Path(str(metadata.distribution("annalog").locate_file("annalog")))
 except metadata.PackageNotFoundError:
     FOLDER = None
-pytestmark = pytest.mark.skipif(FOLDER is None, reason="annalog is not installed: pip install --no-deps annalog==1.0.6")
+pytestmark = skip_if(FOLDER is None, "annalog", ".venv/bin/pip install --no-deps annalog -c constraints.txt")
 
 SETTINGS = {"heads": 8, "pad": 1, "bos": 2, "eos": 3, "unk": 0}
 SPECIAL = ReferenceSpecialIds(pad=1, bos=2, eos=3)
@@ -119,7 +120,7 @@ def read_vocabulary(pickled: bytes) -> dict[str, int]:
 def test_its_model_is_read_as_it_is(theirs: Any) -> None:
     source = read_checkpoint(FOLDER / "ckpt_and_vocab/Lev_extended.pt", SETTINGS)
     # Their sqrt(32) is a float32 in any precision, off by 1.7e-8 of itself.
-    assert_same_model(source.model, theirs, source=40, target=30, float64=1e-5)
+    assert_same_model(source.model, theirs, source=40, target=30, constants_in_float32=True)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from tests.checkpoints.test_huggingface import build
 from tests.checkpoints.test_layouts import IDS, LAYOUTS, SOURCES, TORCH
 from tfm_export.checkpoints import read_checkpoint, read_settings
 from tfm_export.checkpoints.files import Contents, read_contents
-from tfm_export.checkpoints.recognise import draft_model
+from tfm_export.checkpoints.recognise import recognise_checkpoint
 from tfm_export.errors import CheckpointError
 
 # What PyTorch says of an odd number of heads.
@@ -83,7 +83,7 @@ def mutated(state: dict[str, Any], place: tuple[str, ...], change: Callable[[Ten
 )
 def test_no_weight_may_be_lost_or_of_another_shape(tmp_path: Path, case: str) -> None:
     whole, settings = contents(case, tmp_path)
-    draft_model(whole, settings).finish()
+    recognise_checkpoint(whole, settings).finish()
     for number, place in enumerate(weights_of(whole.state)):
         name = place[-1]
         copies = case.startswith("fairseq") and re.search(
@@ -98,7 +98,7 @@ def test_no_weight_may_be_lost_or_of_another_shape(tmp_path: Path, case: str) ->
             continue
         broken = replace(whole, state=mutated(whole.state, place, MUTATIONS[mutation]))
         try:
-            draft_model(broken, settings).finish()
+            recognise_checkpoint(broken, settings).finish()
         except CheckpointError as error:
             told = str(error)
         else:
@@ -113,7 +113,7 @@ def test_no_row_of_a_joint_projection_is_dropped() -> None:
         if "in_proj" in name:
             state = mutated(whole.state, (name,), lambda w: torch.cat([w, w[-1:]]))
             with pytest.raises(CheckpointError, match=rf"{re.escape(name)}, for .*found \[37"):
-                draft_model(replace(whole, state=state), settings).finish()
+                recognise_checkpoint(replace(whole, state=state), settings).finish()
 
 
 def test_a_layer_that_is_missing_between_others_is_told(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ import pytest
 import torch
 from ctranslate2 import Translator
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from reference_model import Transformer
-from tests.checkpoints.parity import assert_same_model
+from tests.checkpoints.parity import assert_computed, assert_same_model
 from tests.checkpoints.test_huggingface import Theirs, build
+from tests.numerics import assert_close, exactly, near
 from tfm_export.checkpoints import SourceModel, read_checkpoint
 from tfm_export.checkpoints.pickles import load_pickle
 from tfm_export.decoding import DecodeOptions, generate
@@ -45,10 +46,7 @@ def test_opennmt_checkpoints_give_what_opennmt_computed(name: str) -> None:
     source = read_checkpoint(path)
     with torch.serialization.safe_globals([Namespace]):
         expected = torch.load(path, weights_only=True)["expected"]
-    mask = torch.arange(6) < expected["lengths"][:, None]
-    logits = source.model(expected["source_ids"], mask, expected["target_ids"])
-    # Measured on one machine: the same to the last bit. Theirs is a float32 run of another's.
-    torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=1e-5)
+    assert_computed(source.model, expected)
     check_usual_ids_and_tokens(source)
 
 
@@ -57,10 +55,7 @@ def test_checkpoints_of_opennmt_2_give_what_opennmt_computed() -> None:
     path = FIXTURES / "opennmt2.pt"
     source = read_checkpoint(path)
     expected = load_pickle(path)["expected"]
-    mask = torch.arange(6) < expected["lengths"][:, None]
-    logits = source.model(expected["source_ids"], mask, expected["target_ids"])
-    # Measured on one machine: the same to the last bit, as version 3's.
-    torch.testing.assert_close(logits.log_softmax(-1), expected["log_probs"], rtol=0, atol=1e-5)
+    assert_computed(source.model, expected, "log_probs")
     check_usual_ids_and_tokens(source)
     assert not [note for note in source.notes if note.startswith("'generator' has weights")]
     sides = json.loads(source.tokenizer["tokenizer.json"])
@@ -84,10 +79,18 @@ def test_opennmt_checkpoints_score_as_ctranslate2_does(tmp_path: Path) -> None:
     for words, target, theirs in zip(sources, targets, results, strict=True):
         ids = torch.tensor([[tokens["src"].index(word) for word in words]])
         wanted = [*(tokens["tgt"].index(word) for word in target), special.eos]
-        logits = source.model(ids, torch.ones_like(ids, dtype=torch.bool), torch.tensor([[special.bos, *wanted[:-1]]]))
-        ours = logits.log_softmax(-1)[0].gather(1, torch.tensor(wanted)[:, None])[:, 0]
-        # Measured: 4.8e-7 at most.
-        assert ours.tolist() == pytest.approx(theirs.log_probs, abs=1e-5)
+        target_ids = torch.tensor([[special.bos, *wanted[:-1]]])
+        assert_close(theirs.log_probs, exactly(log_probs_of(ids, target_ids, wanted), source.model))
+
+
+def log_probs_of(source_ids: Tensor, target_ids: Tensor, wanted: list[int]) -> Callable[[nn.Module], Tensor]:
+    """What a model gives for the tokens of a target [T]."""
+
+    def compute(model: nn.Module) -> Tensor:
+        logits: Tensor = model(source_ids, torch.ones_like(source_ids, dtype=torch.bool), target_ids)
+        return logits.log_softmax(-1)[0].gather(1, torch.tensor(wanted)[:, None])[:, 0]
+
+    return compute
 
 
 @pytest.mark.parametrize("name", ["sinusoids", "gated", "learned"])
@@ -95,10 +98,7 @@ def test_opennmt_checkpoints_score_as_ctranslate2_does(tmp_path: Path) -> None:
 def test_folders_of_eole_give_what_eole_computed(name: str) -> None:
     folder = FIXTURES / f"eole_{name}"
     source, expected = read_checkpoint(folder), load_file(folder / "expected.safetensors")
-    mask = torch.arange(6) < expected["lengths"][:, None]
-    logits = source.model(expected["source_ids"], mask, expected["target_ids"])
-    # Measured on one machine: the same to the last bit.
-    torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=1e-5)
+    assert_computed(source.model, expected)
     check_usual_ids_and_tokens(source)
     assert source.model.config.norm == ("rms" if name == "gated" else "layer")
     assert source.model.config.tie_projection == (name == "gated")
@@ -176,11 +176,7 @@ def test_fairseq_checkpoints_give_what_fairseq_computed_and_generated(name: str)
     source = read_checkpoint(path)
     with torch.serialization.safe_globals([Namespace]):
         expected = torch.load(path, weights_only=True)["expected"]
-    mask = torch.arange(6) < expected["lengths"][:, None]
-    logits = source.model(expected["source_ids"], mask, expected["target_ids"])
-    torch.testing.assert_close(
-        logits, expected["logits"], rtol=0, atol=3e-5
-    )  # measured: 8.4e-6 at most, of logits up to 11
+    assert_computed(source.model, expected)
     model = TorchModel(source.model)
     sources = [row[:n].tolist() for row, n in zip(expected["source_ids"], expected["lengths"], strict=True)]
     options = DecodeOptions(max_decoding_length=15, return_end_token=True, **source.generation.options)
@@ -352,17 +348,19 @@ def test_marian_checkpoints_score_as_ctranslate2_does(
     assert source.special_ids.bos == start
     for source_ids, target, theirs in zip(sources, targets, expected, strict=True):
         ids = torch.tensor([[*source_ids, 0]])
-        logits = scaled(source.model)(ids, torch.ones_like(ids, dtype=torch.bool), torch.tensor([[start, *target]]))
-        log_probs = logits.log_softmax(-1)[0]
-        ours = [log_probs[t, token].item() for t, token in enumerate([*target, 0])]
-        # CTranslate2 adds 1e-5 to the variance, Marian 1e-6. Measured: 6.7e-6 at most.
-        np.testing.assert_allclose(ours, theirs, atol=1e-4)
-        assert log_probs[:, start].max() < -1000
+        target_ids = torch.tensor([[start, *target]])
+        model = as_ctranslate2_has_it(source.model)
+        assert_close(theirs, exactly(log_probs_of(ids, target_ids, [*target, 0]), model))
+        logits = model(ids, torch.ones_like(ids, dtype=torch.bool), target_ids)
+        assert logits.log_softmax(-1)[..., start].max() < -1000
 
 
-def scaled(model: Transformer) -> Transformer:
-    """CTranslate2 scales embeddings whatever the positions are; Marian does where they are sinusoids alone."""
+def as_ctranslate2_has_it(model: Transformer) -> Transformer:
+    """It scales embeddings whatever the positions are, and adds 1e-5 to variances; Marian does not, and adds 1e-6."""
     model.config = replace(model.config, scale_embeddings=True)
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps = 1e-5
     return model
 
 
@@ -374,8 +372,9 @@ def test_marians_sinusoids_are_those_of_its_source(tmp_path: Path) -> None:
     for position in (0, 1, 7, 19):
         for i in range(4):
             angle = position * np.exp(-i * np.log(10000.0) / 3)
-            assert table[position, i].item() == pytest.approx(np.sin(angle), abs=1e-5)
-            assert table[position, 4 + i].item() == pytest.approx(np.cos(angle), abs=1e-5)
+            # The angle is a float32 too: what it is off, its sine is off.
+            assert table[position, i].item() == near(np.sin(angle), made_of=[1, angle])
+            assert table[position, 4 + i].item() == near(np.cos(angle), made_of=[1, angle])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.checkpoints.parity import assert_same_model
 from tests.oracles.layouts import Annotated, TorchSeq2Seq, Tutorial
-from tfm_export.checkpoints import SourceModel, draft_checkpoint, read_checkpoint
+from tfm_export.checkpoints import SourceModel, inspect_checkpoint, read_checkpoint
 from tfm_export.errors import CheckpointError
 
 # What PyTorch says of an odd number of heads.
@@ -190,9 +190,9 @@ def test_what_is_missing_is_asked_for_at_once_and_by_name(tmp_path: Path, layout
         wanted |= SOURCES.keys()
     if layout == "torch":
         wanted |= {"norm_first", "activation", "scale_embeddings"}
-    draft = draft_checkpoint(path)
-    assert not isinstance(draft, SourceModel)
-    assert draft.missing.keys() == wanted
+    found = inspect_checkpoint(path)
+    assert not isinstance(found, SourceModel)
+    assert found.missing.keys() == wanted
     with pytest.raises(CheckpointError) as caught:
         read_checkpoint(path)
     assert all(f"{name}: " in str(caught.value) for name in wanted)

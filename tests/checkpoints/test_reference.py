@@ -119,8 +119,8 @@ def test_every_problem_of_the_weights_is_named(altered: Callable[..., Path]) -> 
         read_checkpoint(altered(change))
     text = str(caught.value)
     assert len(caught.value.problems) == 5
-    assert "missing: projection.bias" in text
-    assert "unexpected: stray [3]" in text
+    assert "nothing in the file is projection.bias [" in text
+    assert "stray [3] is no part of this configuration" in text
     assert "projection.weight: expected shape" in text
     assert "source_embedding.weight: 1 of" in text
     assert "target_embedding.weight: 2 of" in text
@@ -130,22 +130,36 @@ def test_every_problem_of_the_weights_is_named(altered: Callable[..., Path]) -> 
     ("change", "message"),
     [
         (lambda s: s["config"].update(heads=5), "multiple of heads"),
-        (lambda s: s["config"].update(surprise=1), "surprise"),
-        (lambda s: s.pop("config"), "config"),
-        (lambda s: s.update(weights=[1, 2]), "not a dictionary"),
+        (lambda s: s["config"].update(surprise=1), "config has no 'surprise'"),
+        (lambda s: s.pop("config"), "it has no config"),
+        (lambda s: s.update(weights={"a": 1}), "weights must be tensors by name"),
+        (lambda s: s.update(weights={1: torch.ones(1)}), "weights must be tensors by name"),
+        (lambda s: s.update(weights=[1, 2]), "weights must be of type dict, found list"),
         (lambda s: s.update(format_version=99), "format_version"),
         (lambda s: s["special_ids"].update(eos=10_000), "eos id 10000 is outside"),
         (lambda s: s["special_ids"].pop("bos") and s["special_ids"].update(bos=-1), "bos id -1"),
-        (lambda s: s["vocabularies"][0]["tokens"].pop(), "source vocabulary has"),
+        (lambda s: s["vocabularies"][0]["tokens"].pop(), "source_tokens has"),
         (lambda s: s["vocabularies"].__setitem__(1, None), "one side only"),
+        (lambda s: s["vocabularies"].pop(), "vocabularies must be two, found 1"),
+        (lambda s: s["vocabularies"].__setitem__(1, [1]), "target vocabulary must be a dictionary, found"),
+        (lambda s: s["vocabularies"][1].update(split="lines"), "target_split must be one of characters, words"),
+        (lambda s: s["vocabularies"][1].update(lowercase=1), "lowercase must be true or false, found 1"),
+        (lambda s: s["vocabularies"][0]["tokens"].__setitem__(5, s["vocabularies"][0]["tokens"][6]), "several times"),
+        (lambda s: s["generation"].pop("max_length"), "generation max_length must be an integer, found None"),
         (lambda s: s["generation"].update(max_length=1000), "max_length 1000"),
-        (lambda s: s["generation"].update(beam_size=0), "generation beam_size must be at least 1"),
-        (lambda s: s["generation"].update(length_penalty=float("nan")), "generation length_penalty must be"),
-        (lambda s: s.update(training=[]), "training must be a dictionary"),
+        (lambda s: s["generation"].update(beam_size=0), "beam_size must be at least 1"),
+        (lambda s: s["generation"].update(length_penalty=float("nan")), "length_penalty must be"),
+        (lambda s: s.update(training=[]), "training must be of type dict, found list"),
         (lambda s: s.update(training={"loss": torch.ones(1)}), "training must hold what JSON can"),
         (lambda s: s.update(training={"name": "\ud800"}), "training must hold what JSON can"),
-        (lambda s: s["vocabularies"][1]["tokens"].__setitem__(5, 5), "target tokens must be strings, found 5"),
-        (lambda s: s["vocabularies"][0]["tokens"].__setitem__(5, "\ud800"), "source tokens must be strings"),
+        (
+            lambda s: s["vocabularies"][1]["tokens"].__setitem__(5, 5),
+            "target_tokens must be a list of strings, found 5",
+        ),
+        (
+            lambda s: s["vocabularies"][0]["tokens"].__setitem__(5, "\ud800"),
+            "source_tokens must be a list of strings, found",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(altered: Callable[..., Path], change: Any, message: str) -> None:
@@ -202,6 +216,7 @@ def test_weights_must_be_dense_floats(altered: Callable[..., Path], form: str) -
         {"d_ff": 2**62},
         {"d_ff": 2**80},
         {"d_model": 2**40, "heads": 1},
+        {"d_model": 2**2000, "heads": 1},
         {"encoder_layers": 10**9},
         {"max_length": 10**12},
     ],

@@ -35,7 +35,7 @@ def test_all_that_does_not_fit_is_named() -> None:
         "here: activation must be one of relu, gelu, gelu_tanh, silu, found 'swish'",
         "here: layer_norm_epsilon must be a number, found True",
         "here: there is no setting 'head'; did you mean 'heads'?",
-        "here: keys must be an object with strings as values",
+        "here: keys must be an object with strings as values, found 1 in it",
         "here: ignore must be a list of strings, found 'a'",
     ]
 

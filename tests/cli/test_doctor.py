@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.skips import ON_LINUX, skip_if
 from tfm_export.cli import cli, doctor
 
 NOTHING = {name: {"problem": "nothing known"} for name in (*doctor.PROBES, "bundle")}
@@ -58,7 +59,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@skip_if(sys.platform == "win32", "signals of POSIX", *ON_LINUX)
 def test_no_broken_library_takes_it_down(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, code in BROKEN.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

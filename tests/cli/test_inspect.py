@@ -120,7 +120,20 @@ def test_a_checkpoint_of_our_own_says_everything(tiny_checkpoint: Path) -> None:
     assert result.exit_code == 0
     assert "a checkpoint of reference_model" in result.stdout
     assert "nothing is missing" in result.stdout
-    assert "would have no effect" in inspect(tiny_checkpoint, "--heads", 3).stderr
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    for expected in ("norm first True its config", "eos 2 its special_ids", "unk None the format"):
+        assert expected in lines, result.stdout
+    refused = inspect(tiny_checkpoint, "--heads", 3)
+    assert refused.exit_code == 1
+    assert "d model" in refused.stdout
+    assert "leave out heads, which would have no effect" in refused.stderr
+
+
+def test_decoding_defaults_that_do_not_fit_are_shown(foreign: Path, tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text('{"heads": 3, "pad": 0, "bos": 1, "eos": 2, "beam_size": 0}')
+    result = inspect(foreign, "--config", tmp_path / "settings.json")
+    assert result.exit_code == 1
+    assert "beam_size must be at least 1" in result.stderr
 
 
 def test_a_file_of_settings_gives_way_to_options(foreign: Path, tmp_path: Path) -> None:

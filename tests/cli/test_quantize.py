@@ -72,7 +72,7 @@ def test_json_is_the_whole_report(invoke: Invoke) -> None:
 
 def test_quality_that_is_not_there_ends_with_3_and_adds_nothing(invoke: Invoke) -> None:
     before = sorted(Path("tfm_bundle").rglob("*"))
-    result = invoke("quantize", "--w4", "--threads", "1", "--keep")
+    result = invoke("quantize", "--w4", "--min-agreement", "1", "--threads", "1", "--keep")
     assert result.exit_code == 3, result.output
     assert "are needed" in result.stderr
     assert "--min-agreement" in result.stderr

@@ -48,7 +48,8 @@ def test_tensors_are_compared_too(bundle: Bundle, tiny_checkpoint: Path) -> None
     with emulated_provider(provider=Provider(version="1.26.0")):
         result = verify(bundle.path, "--gpu", "0", "--checkpoint", tiny_checkpoint)
     assert result.exit_code == 0, result.output
-    assert "tensors step by step" in result.stdout
+    assert "the graphs, both in float64: " in result.stdout
+    assert "what runs them, against the graphs in float64: " in result.stdout
     assert "1.27 or newer" in result.stderr
 
 

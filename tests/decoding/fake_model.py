@@ -16,7 +16,17 @@ from numpy.typing import NDArray
 from tfm_export.bundle import Limits, SpecialIds
 from tfm_export.errors import NumericError, RequestError
 from tfm_export.graph import Dimensions
-from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepOutput
+from tfm_export.runtime.step_model import (
+    BeamSteps,
+    Capabilities,
+    Floats,
+    Ids,
+    Mask,
+    Sentences,
+    StepModel,
+    StepOutput,
+    Until,
+)
 
 SPECIAL = SpecialIds(pad=0, bos=1, eos=2, source_ends_with_eos=False, unk=3)
 
@@ -54,7 +64,7 @@ def attended(source: tuple[int, ...], path: tuple[int, ...]) -> Floats:
     return generator.dirichlet(np.full(len(source), 0.5)).astype(np.float32)
 
 
-class FakeModel:
+class FakeModel(StepModel):
     """See the module.
 
     Args:
@@ -63,9 +73,10 @@ class FakeModel:
         candidates: N.
         longest: limit of both sides.
         gives_attention: whether steps tell what `attended` says, with NaN at padding.
-        refill_at: see `StepModel.refill_at`.
+        refill_at: see `Capabilities.refill_at`.
         packs: whether slots can be given up.
-        runs_ahead: whether it takes several steps in one go; `runs` has how many each time.
+        runs_ahead: whether it takes several greedy steps in one go; `runs` has how many each time.
+        ranks_beams: whether it takes several steps of beams in one go; `runs` has how many each time.
     """
 
     def __init__(
@@ -79,15 +90,20 @@ class FakeModel:
         refill_at: float = 0.25,
         packs: bool = True,
         runs_ahead: bool = False,
+        ranks_beams: bool = False,
     ) -> None:
-        self.gives_attention, self.refill_at, self.packs = gives_attention, refill_at, packs
-        self.runs_ahead = runs_ahead
+        self.capabilities = Capabilities(
+            gives_attention=gives_attention,
+            refill_at=refill_at,
+            packs=packs,
+            steps_greedily=runs_ahead,
+            steps_beams=ranks_beams,
+        )
         self.runs: list[int] = []
-        self.asked_to_run = 0
         self.table, self.encodes, self.steps, self.full_steps = table, 0, 0, 0
         self.moves, self.grows, self.packings, self.appends, self.rows_stepped = 0, 0, 0, 0, 0
         self.queries: list[int] = []
-        self._dimensions = Dimensions(
+        self.dimensions = Dimensions(
             source_vocabulary_size=50,
             target_vocabulary_size=vocabulary,
             decoder_layers=1,
@@ -95,15 +111,7 @@ class FakeModel:
             head_size=1,
             candidates=min(candidates, vocabulary),
         )
-        self._limits = Limits(max_source_length=longest, max_target_length=longest)
-
-    @property
-    def dimensions(self) -> Dimensions:
-        return self._dimensions
-
-    @property
-    def limits(self) -> Limits:
-        return self._limits
+        self.limits = Limits(max_source_length=longest, max_target_length=longest)
 
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> FakeSentences:
         assert source_mask.any(1).all()
@@ -115,7 +123,7 @@ class FakeModel:
     def close(self) -> None: ...
 
 
-class FakeSentences:
+class FakeSentences(Sentences):
     """Rows of (token, position) slots."""
 
     def __init__(self, model: FakeModel, sources: Sequence[tuple[int, ...]], capacity: int, width: int) -> None:
@@ -141,7 +149,9 @@ class FakeSentences:
         model.rows_stepped += size
         model.queries.append(queries)
         log_probs: Floats = np.empty((size, queries, vocabulary), np.float32)
-        attention = np.full((size, queries, self.width), np.nan, np.float32) if model.gives_attention else None
+        attention = (
+            np.full((size, queries, self.width), np.nan, np.float32) if model.capabilities.gives_attention else None
+        )
         for row in range(size):
             place = slice(write_index[row], write_index[row] + queries)
             self.slots[row, place, 0], self.slots[row, place, 1] = target_ids[row], positions[row]
@@ -166,18 +176,9 @@ class FakeSentences:
         return bound
 
     def step_greedily(
-        self,
-        target_ids: Ids,
-        positions: Ids,
-        write_index: Ids,
-        self_mask: Mask,
-        *,
-        steps: int,
-        until: Callable[[list[int]], bool],
-    ) -> tuple[Ids, Floats] | None:
-        self.model.asked_to_run += 1
-        if not self.model.runs_ahead:
-            return None
+        self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, steps: int, until: Until
+    ) -> tuple[Ids, Floats]:
+        assert self.model.capabilities.steps_greedily, "asked for what it does not give"
         ids, mask = target_ids, self_mask.copy()
         found: list[StepOutput] = []
         while True:
@@ -189,6 +190,49 @@ class FakeSentences:
                 tokens = np.concatenate([o.top_ids[:, :, 0] for o in found], axis=1)
                 return tokens, np.concatenate([o.top_log_probs[:, :, 0] for o in found], axis=1)
             mask[np.arange(self.size), 0, 0, write_index + len(found)] = True
+
+    def step_beams(
+        self,
+        target_ids: Ids,
+        positions: Ids,
+        write_index: Ids,
+        self_mask: Mask,
+        scores: NDArray[np.float64],
+        *,
+        end_ids: Ids,
+        steps: int,
+        until: Callable[[], bool],
+    ) -> BeamSteps:
+        rows, beams = target_ids.shape
+        ids, mask, ranked = target_ids, self_mask, list[tuple[Ids, Ids, Floats]]()
+        while True:
+            taken = len(ranked)
+            output = copy.deepcopy(self.step(ids, positions + taken, write_index + taken * beams, mask))
+            found = [self._best_beams(scores[row], output, row) for row in range(rows)]
+            parents, tokens, log_probs, sums = (np.array(part) for part in zip(*found, strict=True))
+            if taken + 1 >= steps or np.isin(tokens, end_ids).any() or (sums == -np.inf).any():
+                break
+            ranked.append((tokens, parents, log_probs.astype(np.float32)))
+            steps = len(ranked) + 1 if until() else steps
+            ids, scores, mask = tokens, sums, np.take_along_axis(mask, parents[:, None, :, None], axis=2)
+            for row, beam in np.ndindex(rows, beams):
+                mask[row, 0, beam, write_index[row] + len(ranked) * beams + beam] = True
+        self.model.runs.append(taken + 1)
+        shape = 0, rows, beams
+        every = (np.array(part) for part in zip(*ranked, strict=True)) if ranked else [np.zeros(shape, int)] * 3
+        return BeamSteps(*(part.swapaxes(0, 1) for part in every), output)
+
+    def _best_beams(self, scores: NDArray[np.float64], output: StepOutput, row: int) -> list[list[float]]:
+        """Parents, tokens, log-probabilities and sums of those that live on, by the letter of the contract."""
+        ways = [
+            (-(scores[beam] + float(value)), beam, rank, int(token), float(value))
+            for beam in range(len(scores))
+            for rank, (value, token) in enumerate(
+                zip(output.top_log_probs[row, beam], output.top_ids[row, beam], strict=True)
+            )
+        ]
+        best = sorted(ways)[: len(scores)]
+        return [[way[1] for way in best], [w[3] for w in best], [w[4] for w in best], [-w[0] for w in best]]
 
     def _check(self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask) -> None:
         size, queries = target_ids.shape
@@ -211,14 +255,12 @@ class FakeSentences:
         more = np.full((self.size, capacity - self.capacity, 2), np.nan)
         self.slots = np.concatenate([self.slots, more], axis=1)
 
-    def pack(self, slots: Ids, capacity: int) -> bool:
-        if not self.model.packs:
-            return False
+    def pack(self, slots: Ids, capacity: int) -> None:
+        assert self.model.capabilities.packs, "asked for what it does not give"
         self.model.packings += 1
         kept = np.take_along_axis(self.slots, slots[:, :, None], axis=1)
         assert kept.shape[0] == self.size
         self.slots = np.pad(kept, ((0, 0), (0, capacity - kept.shape[1]), (0, 0)), constant_values=np.nan)
-        return True
 
     def move(self, source: int, target: int) -> None:
         self.model.moves += 1

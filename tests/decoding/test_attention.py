@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.benchmarks.random_models import CONFIGURATIONS, LENGTH, random_model,
 from tests.benchmarks.random_models import SPECIAL as REFERENCE
 from tests.decoding.fake_model import SPECIAL, FakeModel, attended, random_table
 from tests.decoding.naive import Naive
+from tests.numerics import assert_close, exactly, near
 from tfm_export.bundle import SpecialIds
 from tfm_export.decoding import DecodeOptions, Hypothesis, Request, generate
 from tfm_export.runtime.torch_model import TorchModel
@@ -115,7 +117,7 @@ def test_a_beam_that_prunes_nothing_finds_the_best_covered_of_all_targets(penalt
     ]
     best = sorted(targets, reverse=True)[:3]
     assert [h.tokens for h in result.hypotheses] == [tokens for _, tokens in best]
-    assert [h.score for h in result.hypotheses] == pytest.approx([score for score, _ in best], abs=1e-5)
+    assert [h.score for h in result.hypotheses] == near([score for score, _ in best])
     plain = max(Naive(model.table, source, 4).all_targets(), key=lambda way: way[1])[0]
     if penalty > 1:
         assert best[0][1] != list(plain), "a penalty that changes nothing says little"
@@ -133,11 +135,11 @@ def test_coverage_counts_the_tokens_that_the_length_counts(formula: Any, left_ou
         length = len(hypothesis.tokens) - left_out
         divisor = (5 + length) / 6 if formula == "gnmt" else length
         score = sum(hypothesis.log_probs) / divisor + 0.7 * coverage(hypothesis.attention[left_out:])
-        assert hypothesis.score == pytest.approx(score, abs=1e-5)
+        assert hypothesis.score == near(score, made_of=hypothesis.log_probs)
 
 
 @torch.inference_mode()
-def full_forward(model: Transformer, source: list[int], hypothesis: Hypothesis, layer: int) -> Tensor:
+def full_forward(source: list[int], hypothesis: Hypothesis, layer: int, model: Transformer) -> Tensor:
     """The weights of one layer in a run of the whole decoder over the whole target, the mean over the heads."""
     weights: list[Tensor] = []
     mask = torch.ones(1, len(source), dtype=torch.bool)
@@ -164,5 +166,4 @@ def test_real_weights_are_those_of_a_full_forward(configuration: str, beam_size:
         sources, generate(TorchModel(model, attention_layer=layer), sources, options, special), strict=True
     ):
         for hypothesis in result.hypotheses:
-            weights = full_forward(model, source, hypothesis, layer).numpy()
-            np.testing.assert_allclose(hypothesis.attention, weights, rtol=0, atol=1e-5)
+            assert_close(hypothesis.attention, exactly(partial(full_forward, source, hypothesis, layer), model))

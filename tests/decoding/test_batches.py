@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.decoding.fake_model import SPECIAL, FakeModel, random_table
+from tests.numerics import near
 from tfm_export.decoding import DecodeOptions, Request, generate
 
 SOURCES = [tuple(int(t) for t in np.random.default_rng(i).integers(4, 40, 1 + i % 7)) for i in range(50)]
@@ -137,9 +138,9 @@ def test_alternatives_go_on_from_the_likeliest_tokens(beam_size: int) -> None:
             )[0].hypotheses
             if beam_size == 1:
                 assert hypothesis.tokens == alone.tokens
-                assert hypothesis.score == pytest.approx(scores[token] + alone.score, abs=1e-5)
+                assert hypothesis.score == near(scores[token] + alone.score)
             assert hypothesis.log_probs is not None
-            assert hypothesis.log_probs[len(prefix)] == pytest.approx(scores[token], abs=1e-5)
+            assert hypothesis.log_probs[len(prefix)] == near(scores[token])
 
 
 def test_unlikely_alternatives_are_left_out() -> None:
@@ -161,7 +162,7 @@ def test_distributions_are_what_the_tokens_were_chosen_from(beam_size: int) -> N
             assert hypothesis.distributions is not None
             assert hypothesis.distributions.shape == (len(path), 8)
             for i, row in enumerate(hypothesis.distributions):
-                assert row == pytest.approx(model.table(source, (SPECIAL.bos, *path[:i])), abs=1e-6)
+                assert row == near(model.table(source, (SPECIAL.bos, *path[:i])))
 
 
 @pytest.mark.parametrize("beam_size", [1, 3])
@@ -171,16 +172,16 @@ def test_several_start_tokens_are_no_part_of_the_result(beam_size: int) -> None:
     (result,) = generate(model, [(5,)], options, SPECIAL)
     best = result.hypotheses[0]
     expected = [model.table((5,), (2, 6, *best.tokens[:i]))[token] for i, token in enumerate(best.tokens)]
-    assert best.log_probs == pytest.approx(expected, abs=1e-6)
+    assert best.log_probs == near(expected)
 
 
 def test_a_long_prompt_is_taken_in_by_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tfm_export.decoding.rows.LARGEST_STEP", 3 * 7)
+    monkeypatch.setattr("tfm_export.decoding.batch.LARGEST_STEP", 3 * 7)
     model = FakeModel(random_table(7), 7)
     for beam_size in (1, 2):
         options = DecodeOptions(beam_size=beam_size, target_prefix=[3, 4, 5, 6, 3, 4, 5])
         pieces = generate(model, SOURCES[:1], options, SPECIAL)
-        monkeypatch.setattr("tfm_export.decoding.rows.LARGEST_STEP", 1 << 24)
+        monkeypatch.setattr("tfm_export.decoding.batch.LARGEST_STEP", 1 << 24)
         assert generate(model, SOURCES[:1], options, SPECIAL)[0].hypotheses == pieces[0].hypotheses
-        monkeypatch.setattr("tfm_export.decoding.rows.LARGEST_STEP", 3 * 7)
+        monkeypatch.setattr("tfm_export.decoding.batch.LARGEST_STEP", 3 * 7)
     assert max(model.queries[:4]) == 3

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.decoding.fake_model import SPECIAL, FakeModel, random_table
 from tests.decoding.naive import Naive
+from tests.numerics import near
 from tfm_export.decoding import DecodeOptions, Request, Result, generate
 from tfm_export.decoding.beam import extensions
 
@@ -43,7 +44,7 @@ def test_a_beam_that_prunes_nothing_finds_the_best_of_all_targets(
         # Without a length penalty CTranslate2's rule ends as soon as nothing can be better than the best.
         count = 1 if early_stopping is None and length_penalty == 0 else 3
         assert tokens(result)[:count] == [list(t) for _, t in best][:count]
-        assert [h.score for h in result.hypotheses][:count] == pytest.approx([s for s, _ in best][:count], abs=1e-6)
+        assert [h.score for h in result.hypotheses][:count] == near([s for s, _ in best][:count])
 
 
 @settings(max_examples=40, deadline=None)
@@ -87,7 +88,7 @@ def test_beam_search_equals_one_without_cache_or_batch(
             size, length_penalty, early_stopping=early_stopping, patience=patience, wanted=wanted, prefix=prefix
         )
         assert tokens(result) == [list(t) for t, _ in expected]
-        assert [h.score for h in result.hypotheses] == pytest.approx([s for _, s in expected], abs=1e-5)
+        assert [h.score for h in result.hypotheses] == near([s for _, s in expected])
         for hypothesis in result.hypotheses:
             assert hypothesis.log_probs is not None
             assert len(hypothesis.log_probs) == len(hypothesis.tokens)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.decoding.fake_model import SPECIAL, FakeModel, Table, random_table
+from tests.numerics import near
 from tfm_export.decoding import DecodeOptions, Reason, Request, generate
 
 SOURCES = [[int(t) for t in np.random.default_rng(i).integers(4, 40, 1 + i % 7)] for i in range(40)]
@@ -32,8 +33,8 @@ def test_greedy_follows_the_likeliest_token(max_batch_size: int) -> None:
         (hypothesis,) = result.hypotheses
         assert hypothesis.finished == (tokens[-1] == SPECIAL.eos) == (result.reason == Reason.END)
         assert hypothesis.tokens == (tokens[:-1] if hypothesis.finished else tokens)
-        assert hypothesis.log_probs == pytest.approx(values, abs=1e-6)
-        assert hypothesis.score == pytest.approx(sum(values) / len(values), abs=1e-6)
+        assert hypothesis.log_probs == near(values)
+        assert hypothesis.score == near(sum(values) / len(values))
 
 
 def test_rows_join_and_leave_with_prefixes_of_their_own() -> None:

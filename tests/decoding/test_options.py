@@ -107,7 +107,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
 
 BEYOND_MODEL: dict[str, dict[str, Any]] = {
     "max_decoding_length is 13": {"max_decoding_length": 13},
-    "max_decoding_length is 12, the model's targets have at most 11": {
+    "max_decoding_length is 12; the model's targets have at most 11": {
         "max_decoding_length": 12,
         "start_tokens": [1, 3],
     },

@@ -7,6 +7,7 @@ import torch
 
 from reference_model import search
 from tests.benchmarks.random_models import CONFIGURATIONS, LENGTH, SPECIAL, random_model, random_sources
+from tests.numerics import log_prob_limit, score_limit
 from tfm_export.bundle import SpecialIds
 from tfm_export.decoding import DecodeOptions, generate, score
 from tfm_export.runtime.torch_model import TorchModel
@@ -25,7 +26,7 @@ def test_same_tokens_and_log_probs_as_the_reference(configuration: str, beam_siz
         max_decoding_length=LENGTH,
         max_batch_size=3,
     )
-    results = generate(TorchModel(model), sources, options, OURS)
+    results, limit = generate(TorchModel(model), sources, options, OURS), 2 * log_prob_limit(model, LENGTH)
     for source, result in zip(sources, results, strict=True):
         ids = torch.tensor(source)
         if beam_size == 1:
@@ -34,8 +35,10 @@ def test_same_tokens_and_log_probs_as_the_reference(configuration: str, beam_siz
             expected = search.beam(model, ids, SPECIAL, LENGTH, beam_size, length_penalty)
         assert [h.tokens for h in result.hypotheses] == [h.tokens for h in expected]
         for ours, theirs in zip(result.hypotheses, expected, strict=True):
-            assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
-            assert ours.score == pytest.approx(theirs.normalised_score(length_penalty), abs=1e-4)
+            tokens = len(theirs.log_probs)
+            assert ours.log_probs == pytest.approx(theirs.log_probs, rel=0, abs=limit)
+            score = theirs.normalised_score(length_penalty)
+            assert ours.score == pytest.approx(score, rel=0, abs=score_limit(limit, tokens, tokens**length_penalty))
 
 
 def test_scores_are_what_the_search_said() -> None:
@@ -44,4 +47,4 @@ def test_scores_are_what_the_search_said() -> None:
     best = [result.hypotheses[0] for result in generate(TorchModel(model), sources, options, OURS)]
     found = score(TorchModel(model), sources, [h.tokens for h in best], OURS, max_batch_size=3, add_end_token=False)
     for hypothesis, scores in zip(best, found, strict=True):
-        assert scores == pytest.approx(hypothesis.log_probs, abs=1e-4)
+        assert scores == pytest.approx(hypothesis.log_probs, rel=0, abs=2 * log_prob_limit(model, LENGTH))

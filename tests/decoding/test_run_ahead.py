@@ -22,7 +22,7 @@ def answers(results: list[Result]) -> list[Answer]:
 
 
 def decode(runs_ahead: bool, options: DecodeOptions, requests: list[Request], **model: Any) -> tuple[Any, FakeModel]:
-    fake = FakeModel(long_table(), 7, 7, 60, runs_ahead=runs_ahead, **model)
+    fake = FakeModel(long_table(), 7, model.pop("candidates", 7), 60, runs_ahead=runs_ahead, **model)
     return answers(generate(fake, requests, options, SPECIAL)), fake
 
 
@@ -44,12 +44,50 @@ def test_the_same_results_in_the_same_steps(options: DecodeOptions, refill_at: f
     single, model = decode(False, options, requests, refill_at=refill_at, packs=packs)
     found, ahead = decode(True, options, requests, refill_at=refill_at, packs=packs)
     assert found == single
-    # A backend that does not do it is asked once a batch; sentences that join one under way make no other.
-    assert model.asked_to_run == model.encodes - model.appends
     assert (ahead.steps, ahead.rows_stepped, ahead.full_steps) == (model.steps, model.rows_stepped, model.full_steps)
     # All but those that take in a prompt; of several tokens beside rows that decode, it takes several steps.
     assert sum(ahead.runs) == ahead.steps - ahead.encodes or (refill_at < 1 and sum(ahead.runs) > 0.8 * ahead.steps)
     assert max(ahead.runs) > 3
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("refill_at", [0.25, 1.0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        DecodeOptions(beam_size=2),
+        DecodeOptions(beam_size=3, num_hypotheses=3, max_batch_size=6),
+        DecodeOptions(beam_size=3, patience=2.0, length_penalty=0.0, max_batch_size=1),
+        DecodeOptions(beam_size=3, max_decoding_length=9, max_batch_size=6, return_end_token=True),
+        DecodeOptions(beam_size=2, compatibility="huggingface", num_hypotheses=2, max_batch_size=1),
+        DecodeOptions(beam_size=2, target_prefix=[4, 5], max_batch_size=6),
+    ],
+    ids=["beams", "several", "patient", "lengths", "huggingface", "prefix"],
+)
+def test_the_same_beams_in_the_same_steps(options: DecodeOptions, refill_at: float, packs: bool) -> None:
+    requests = [Request(source=source) for source in SOURCES]
+    single, model = decode(False, options, requests, refill_at=refill_at, packs=packs)
+    found, ahead = decode(False, options, requests, refill_at=refill_at, packs=packs, ranks_beams=True)
+    assert found == single
+    assert (ahead.steps, ahead.rows_stepped, ahead.full_steps) == (model.steps, model.rows_stepped, model.full_steps)
+    assert max(ahead.runs) > 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        DecodeOptions(beam_size=3, return_logits_vocab=True),
+        DecodeOptions(beam_size=3, min_decoding_length=4),
+        DecodeOptions(beam_size=3, return_attention=True),
+        DecodeOptions(beam_size=2),  # with end tokens among them, more candidates than a step names
+    ],
+    ids=["distributions", "length", "attention", "wide"],
+)
+def test_beams_are_ranked_here_where_something_is_done_between_two_steps(options: DecodeOptions) -> None:
+    requests = [Request(source=s) for s in SOURCES[:3]]
+    _, model = decode(False, options, requests, gives_attention=True, ranks_beams=True, candidates=3)
+    assert model.steps > 3
+    assert model.runs == []
 
 
 @pytest.mark.parametrize(

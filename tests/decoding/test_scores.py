@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from tests.decoding.fake_model import SPECIAL, FakeModel, Table, random_table
 from tests.decoding.naive import Naive
+from tests.numerics import near
 from tfm_export.decoding import DecodeOptions, Request, Trie, generate
-from tfm_export.decoding.candidates import Candidates
 from tfm_export.decoding.scores import Edit, Editor
+from tfm_export.decoding.top_tokens import TopTokens
 from tfm_export.errors import RequestError
 
 VOCABULARY = 8
@@ -74,7 +75,7 @@ def test_bans_give_what_a_table_without_the_tokens_gives(
         tokens, total = naive.greedy() if beam_size == 1 else naive.beam(beam_size, 1.0)[0]
         assert result.hypotheses[0].tokens == list(tokens)
         score = total / len(tokens) if beam_size == 1 else total
-        assert result.hypotheses[0].score == pytest.approx(score, abs=1e-5)
+        assert result.hypotheses[0].score == near(score)
 
 
 @pytest.mark.parametrize("beam_size", [1, 3])
@@ -129,9 +130,10 @@ def test_an_edit_gives_the_same_as_changing_the_whole_vocabulary(
     top = np.argsort(-log_probs, kind="stable")[:5]
     values, ids = editor.best(edit, (log_probs[top], top), log_probs, level, wanted)
     order = [i for i in np.argsort(-expected, kind="stable") if expected[i] > -np.inf][:wanted]
-    assert values == pytest.approx(expected[order], abs=1e-5)
-    assert expected[ids] == pytest.approx(expected[order], abs=1e-5)
-    assert editor.whole(edit, log_probs, level) == pytest.approx(expected, abs=1e-5)
+    size = [level, np.abs(logits).max()]
+    assert values == near(expected[order], made_of=size)
+    assert expected[ids] == near(expected[order], made_of=size)
+    assert editor.whole(edit, log_probs, level) == near(expected, made_of=size)
 
 
 def test_the_rest_keeps_its_digits_when_a_nearly_certain_token_is_banned() -> None:
@@ -142,7 +144,7 @@ def test_the_rest_keeps_its_digits_when_a_nearly_certain_token_is_banned() -> No
     editor = Editor(DecodeOptions(), [2], [1], 3, 10)
     values, ids = editor.best(Edit(banned=frozenset({0})), (log_probs, np.arange(4)), log_probs, level, 3)
     assert ids.tolist() == [1, 2, 3]
-    assert values == pytest.approx(logits[1:] - np.logaddexp.reduce(logits[1:]), abs=1e-5)
+    assert values == near(logits[1:] - np.logaddexp.reduce(logits[1:]), made_of=[level, logits[0]])
 
 
 def test_log_probs_are_fetched_only_for_steps_whose_scores_change() -> None:
@@ -155,8 +157,8 @@ def test_log_probs_are_fetched_only_for_steps_whose_scores_change() -> None:
     generate(model, [[5]], late, SPECIAL)
     assert model.full_steps == 2
     editor = Editor(DecodeOptions(), [2], [1], 3, 10)
-    assert Candidates(editor, wanted=7, offered=6, vocabulary=8).plan(None)
-    assert not Candidates(editor, wanted=6, offered=6, vocabulary=8).plan(None)
+    assert TopTokens(editor, wanted=7, offered=6, vocabulary=8).plan(None)
+    assert not TopTokens(editor, wanted=6, offered=6, vocabulary=8).plan(None)
 
 
 @pytest.mark.parametrize("beam_size", [1, 4])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.decoding.fake_model import SPECIAL, FakeModel, random_table
+from tests.numerics import near
 from tfm_export.decoding import DecodeOptions, generate, score, scoring
 from tfm_export.errors import RequestError
 
@@ -26,7 +27,7 @@ def test_scores_are_the_tables(
     for source, target, scores in zip(SOURCES, TARGETS, found, strict=True):
         whole = [*target, SPECIAL.eos] if add_end_token else target
         expected = [model.table(source, (SPECIAL.bos, *whole[:i]))[token] for i, token in enumerate(whole)]
-        assert scores == pytest.approx(expected, abs=1e-6)
+        assert scores == near(expected)
     # At most four rows a step, of a vocabulary of five.
     assert max(model.queries) <= max(largest_step // (5 * (1 if max_batch_size == 1 else 2)), 1)
 
@@ -38,7 +39,7 @@ def test_a_result_scores_what_its_search_said() -> None:
     assert finished
     found = score(model, [s for s, _ in finished], [h.tokens for _, h in finished], SPECIAL)
     for (_, hypothesis), scores in zip(finished, found, strict=True):
-        assert hypothesis.log_probs == pytest.approx(scores)
+        assert hypothesis.log_probs == near(scores)
 
 
 @pytest.mark.parametrize("targets", [[5, 5], [[5.5], [4]], [["4"], [4]], [None, [4]]])

@@ -14,7 +14,6 @@ from tfm_export.engines import (
     ENCODER_PLAN,
     ENGINE_FILE,
     ENGINES,
-    FLOAT_TYPES,
     EngineRecord,
     Shapes,
     plan_file,
@@ -31,8 +30,9 @@ from tfm_export.graph import (
     encoder_outputs,
     self_cache_names,
 )
+from tfm_export.precision import FLOATS, PRECISIONS
 
-COMPUTES = {float_type: compute for compute, float_type in FLOAT_TYPES.items()}
+COMPUTES = {PRECISIONS[compute].float_type: compute for compute in FLOATS}
 
 
 def add_engine(

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tests.emulation.install import emulated_gpu
 from tests.emulation.machine import Machine, Stream, Work
 from tfm_export.graph import cache_output_name
-from tfm_export.runtime import cuda_provider
+from tfm_export.runtime.gpu import cuda_provider
 
 TYPES = {1: "float32", 7: "int64", 9: "bool", 10: "float16", 16: "bfloat16"}
 ONNX_TYPES = {"tensor(float)": 1, "tensor(int64)": 7, "tensor(bool)": 9, "tensor(float16)": 10, "tensor(bfloat16)": 16}

@@ -8,17 +8,18 @@ from tests.emulation.install import emulated_gpu
 from tests.emulation.machine import Machine
 from tests.runtime.drive import Batch, padded
 from tfm_export.bundle import Bundle
+from tfm_export.runtime.gpu.tensorrt_model import TensorRTModel
 from tfm_export.runtime.step_model import Sentences, StepModel
-from tfm_export.runtime.tensorrt_model import TensorRTModel
+from tfm_export.runtime.torch_model import TorchModel
 
 SOURCES = [[5, 7, 9, 11, 2], [4, 2], [8, 8, 10, 2], [29, 28, 27, 26, 25, 24, 23, 2], [6, 6, 2]]
 
 
-def run_scenario(bundle: Bundle, exact: StepModel, machine: Machine) -> float:
+def run_scenario(bundle: Bundle, exact: TorchModel, machine: Machine) -> float:
     """Run it on the second GPU of an emulated machine, and free everything.
 
     Returns:
-        The largest error of log_probs.
+        The largest error of log_probs, in parts of what float32 may be off.
     """
     with emulated_gpu(machine):
         model = TensorRTModel(bundle, "emulated", 1, workers=2)
@@ -28,8 +29,8 @@ def run_scenario(bundle: Bundle, exact: StepModel, machine: Machine) -> float:
     return error
 
 
-def drive(model: StepModel, exact: StepModel) -> float:
-    """Run it, in this thread and with rows from another one; the largest error of log_probs."""
+def drive(model: StepModel, exact: TorchModel) -> float:
+    """Run it, in this thread and with rows from another one; the largest error, see `Batch`."""
     errors = []
     batch = Batch(model, exact, [*SOURCES[:3], SOURCES[1], SOURCES[4]], capacity=4)
     errors.append(batch.step(queries=2))  # five rows and an inert one
@@ -53,7 +54,7 @@ def drive(model: StepModel, exact: StepModel) -> float:
     return max(errors)
 
 
-def _small_batch(model: StepModel, exact: StepModel) -> float:
+def _small_batch(model: StepModel, exact: TorchModel) -> float:
     batch = Batch(model, exact, SOURCES[:3], capacity=20)
     return max(batch.step(), batch.step(queries=2))
 

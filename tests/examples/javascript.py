@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.skips import JAVASCRIPT, skip_if
+
 ROOT = Path(__file__).parents[2]
 
-needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+needs_node = skip_if(shutil.which("node") is None, "Node", JAVASCRIPT)
 
 
 def needs_packages(example: str) -> pytest.MarkDecorator:
     """Skips a test where an example's packages are missing."""
     found = (ROOT / "examples" / example / "node_modules").is_dir()
-    return pytest.mark.skipif(
-        not found, reason=f"the packages of examples/{example} are not installed: make javascript"
-    )
+    return skip_if(not found, f"the packages of examples/{example}", JAVASCRIPT)

@@ -23,6 +23,7 @@ import pytest
 import tfm_export
 from examples.embed_engine import service
 from examples.embed_engine.batcher import Batcher, ClosingError, OverloadedError
+from tests.skips import ON_LINUX, skip_if
 from tfm_export import DecodeOptions, Model, NumericError, RequestError, TextRequest
 
 ROOT = Path(__file__).parents[2]
@@ -93,10 +94,10 @@ def test_a_bad_text_spoils_nobody_elses_batch(
     # One that fails only when it is decoded.
     answers = model._runner.answers
 
-    def failing(prepared: Any, *others: Any) -> Any:
-        if any(one.text == "a" for one in prepared):
+    def failing(sources: Any, *others: Any) -> Any:
+        if any(one.text == "a" for one in sources):
             raise NumericError("not a number")
-        return answers(prepared, *others)
+        return answers(sources, *others)
 
     monkeypatch.setattr(model._runner, "answers", failing)
     futures = {text: batcher.submit(TextRequest(text=text)) for text in TEXTS}
@@ -255,7 +256,7 @@ def running(tiny_bundle: Path) -> Iterator[Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="ended by SIGTERM")
+@skip_if(sys.platform == "win32", "SIGTERM", *ON_LINUX)
 def test_the_service_answers_and_ends_in_order(running: Process, expected: dict[str, str]) -> None:
     assert running.ask("GET", "/health")[0] == 200
     assert running.ask("GET", "/nowhere")[0] == running.ask("POST", "/nowhere", b"{}")[0] == 404
@@ -280,7 +281,7 @@ def test_the_service_answers_and_ends_in_order(running: Process, expected: dict[
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="ended by SIGTERM")
+@skip_if(sys.platform == "win32", "SIGTERM", *ON_LINUX)
 def test_the_service_ends_in_the_middle_of_much_work(running: Process, expected: dict[str, str]) -> None:
     with ThreadPoolExecutor(16) as threads:
         answers = [threads.submit(running.generate, texts=[text]) for text in TEXTS * 5]

@@ -15,11 +15,12 @@ import pytest
 from tests.examples.browser import CHROMIUM, Browser
 from tests.examples.conftest import Example
 from tests.examples.javascript import ROOT, needs_packages
+from tests.skips import JAVASCRIPT, skip, skip_if
 
 pytestmark = [
     pytest.mark.slow,
     needs_packages("web"),
-    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
+    skip_if(CHROMIUM is None, "Chromium", JAVASCRIPT),
 ]
 
 SUMMARY = "document.getElementById('summary').textContent"
@@ -68,7 +69,7 @@ def _browser_starts(tmp_path_factory: pytest.TempPathFactory) -> None:
         with Browser(tmp_path_factory.mktemp("profile")) as browser:
             browser.call("Browser.getVersion")
     except (AssertionError, OSError) as problem:
-        pytest.skip(f"chromium does not start here: {problem}")
+        skip("a Chromium that starts", JAVASCRIPT, found=str(problem))
 
 
 @pytest.fixture

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from reference_model import Transformer
 from tests.conftest import build_tiny_model
+from tests.once import Once
 from tfm_export.bundle import Bundle, GenerationDefaults, Limits, Manifest, SpecialIds
 from tfm_export.export.variant import dimensions_of, write_fp32_variant
 
@@ -109,28 +111,26 @@ class Exported:
         return self.bundle.variant_path("fp32")
 
 
-_done: dict[str, Exported] = {}  # for the fixture below in every folder that uses it: an export takes seconds
-
-
 @pytest.fixture(scope="session")
-def export_configuration(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exported]:
+def export_configuration(once: Once) -> Callable[[str], Exported]:
     """Exports a configuration by name, once."""
 
+    @cache
     def export(name: str) -> Exported:
-        if name not in _done:
-            model = build_tiny_model(seed=5, **{**CONFIGURATIONS, **FULL_CONFIGURATIONS}[name])
-            path = tmp_path_factory.mktemp("exported")
-            write_fp32_variant(model, path / "onnx" / "fp32", attention_layer=1 if name == "paper" else None)
-            config = model.config
-            manifest = Manifest(
-                dimensions=dimensions_of(model),
-                limits=Limits(max_source_length=config.max_length, max_target_length=config.max_target_length),
-                special_ids=SpecialIds(pad=0, bos=1, eos=2, source_ends_with_eos=True),
-                generation=GenerationDefaults(max_length=config.max_target_length),
-                variants={"fp32": {}},
-            )
-            _done[name] = Exported(model, Bundle(path, manifest))
-        return _done[name]
+        model = build_tiny_model(seed=5, **{**CONFIGURATIONS, **FULL_CONFIGURATIONS}[name])
+
+        def make(folder: Path) -> None:
+            write_fp32_variant(model, folder / "onnx" / "fp32", attention_layer=1 if name == "paper" else None)
+
+        config = model.config
+        manifest = Manifest(
+            dimensions=dimensions_of(model),
+            limits=Limits(max_source_length=config.max_length, max_target_length=config.max_target_length),
+            special_ids=SpecialIds(pad=0, bos=1, eos=2, source_ends_with_eos=True),
+            generation=GenerationDefaults(max_length=config.max_target_length),
+            variants={"fp32": {}},
+        )
+        return Exported(model, Bundle(once(f"exported {name}", make), manifest))
 
     return export
 

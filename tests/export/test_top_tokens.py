@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -10,6 +13,7 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor, nn
 
+from tests.once import Once
 from tfm_export.export.top_tokens import chunk_size, top_tokens
 from tfm_export.export.tracing import export_module
 from tfm_export.graph import OPSET, TensorSpec
@@ -25,22 +29,25 @@ class TopTokens(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def sessions(tmp_path_factory: pytest.TempPathFactory) -> dict[int, onnxruntime.InferenceSession]:
+def sessions(once: Once) -> dict[int, onnxruntime.InferenceSession]:
     """Two rounds as they are exported, by the size of the vocabulary."""
     found = {}
     for vocabulary in (32_000, 2_145):
-        path = tmp_path_factory.mktemp("top") / "top.onnx"
-        axes = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("query")},)
-        outputs = [TensorSpec(name, kind, ("batch", "query", COUNT)) for name, kind in OUTPUTS]
-        inputs = [TensorSpec("scores", "float32", ("batch", "query", vocabulary))]
-        write_graph(
-            export_module(TopTokens(), (torch.zeros(2, 3, vocabulary),), axes, inputs, outputs),
-            path,
-            weights_inside=True,
-        )
+        path = once(f"top_tokens_{vocabulary}", partial(write_top_tokens, vocabulary)) / "top.onnx"
         assert [node.op_type for node in onnx.load(path).graph.node].count("TopK") == 3
         found[vocabulary] = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return found
+
+
+def write_top_tokens(vocabulary: int, folder: Path) -> None:
+    axes = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("query")},)
+    outputs = [TensorSpec(name, kind, ("batch", "query", COUNT)) for name, kind in OUTPUTS]
+    inputs = [TensorSpec("scores", "float32", ("batch", "query", vocabulary))]
+    write_graph(
+        export_module(TopTokens(), (torch.zeros(2, 3, vocabulary),), axes, inputs, outputs),
+        folder / "top.onnx",
+        weights_inside=True,
+    )
 
 
 @pytest.mark.parametrize("vocabulary", [32_000, 2_145])

@@ -12,17 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
+from tests.once import Once, shared_folder
+from tests.skips import ANOTHER_GPU, install, skip
 from tfm_export.bundle import Bundle
 from tfm_export.errors import BackendUnavailable
-from tfm_export.runtime import cuda
-from tfm_export.runtime.backends import Candidate
+from tfm_export.runtime.backends import BackendChoice
+from tfm_export.runtime.gpu import cuda
 from tfm_export.runtime.step_model import StepModel
 
 ROOT = Path(__file__).parents[2]
 G2P = ROOT / "examples/g2p"
 WORDS = 80
 MODULES = {"tensorrt": "tensorrt", "rtx": "tensorrt_rtx"}
+EXTRAS = {"tensorrt": "trt", "rtx": "rtx"}
 MAX_BATCH = 32
 # Backend and variant of everything that is tried.
 SERVED = [
@@ -38,7 +42,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Begin nothing new once the time that gpu-check has for tests is over."""
     seconds = float(os.environ.get("TFM_EXPORT_GPU_SECONDS", "inf"))
     if item.get_closest_marker("gpu") and time.monotonic() - BEGIN > seconds:
-        pytest.skip("no time left")
+        skip("more time", ".venv/bin/pytest -m gpu", found="no time left")
 
 
 @dataclass(frozen=True)
@@ -51,15 +55,27 @@ class Served:
     name: str
 
 
-@pytest.fixture(scope="session")
-def g2p(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example model's bundle, with real golden inputs. Engines and variants are added to it."""
-    from tfm_export.export import export_bundle
+@pytest.fixture(scope="module", autouse=True)
+def _alone_on_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One module at a time uses the GPU, whose free memory is measured, and adds to the bundle below."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    with FileLock(shared_folder(request.config, tmp_path_factory) / "gpu.lock"):
+        yield
 
-    path = tmp_path_factory.mktemp("g2p") / "tfm_bundle"
-    words = (G2P / "words.txt").read_text(encoding="utf-8").split()[:WORDS]
-    export_bundle(G2P / "g2p.pt", path, inputs=words, verify=False)
-    return path
+
+@pytest.fixture(scope="session")
+def g2p(once: Once) -> Path:
+    """The example model's bundle, with real golden inputs. Engines and variants are added to it."""
+
+    def make(folder: Path) -> None:
+        from tfm_export.export import export_bundle
+
+        words = (G2P / "words.txt").read_text(encoding="utf-8").split()[:WORDS]
+        export_bundle(G2P / "g2p.pt", folder / "tfm_bundle", inputs=words, verify=False)
+
+    return once("gpu_g2p", make) / "tfm_bundle"
 
 
 def tfm_export(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -93,14 +109,14 @@ def add_engine(g2p: Path, add_variant: Callable[[str], None]) -> Callable[[str, 
         try:
             importlib.import_module(MODULES[flavor])
         except ImportError as problem:
-            pytest.skip(f"{MODULES[flavor]} cannot be imported: {problem}")
+            skip(MODULES[flavor], install(EXTRAS[flavor]), found=str(problem))
         capability = cuda.devices()[0].compute_capability
         arguments = ["trt", g2p, f"--{variant}", "--flavor", flavor, "--name", name, "--max-batch-size", MAX_BATCH]
         if flavor == "rtx":
             arguments += ["--compute-capability", capability]
         refused = tfm_export(*arguments, "--dry-run")
         if refused.returncode:
-            pytest.skip(" ".join(refused.stderr.split()))
+            skip(*ANOTHER_GPU, found=" ".join(refused.stderr.split()))
         add_variant(variant)
         done = tfm_export(*arguments)
         assert done.returncode == 0, done.stderr
@@ -119,15 +135,15 @@ def served(
     """Every backend and precision in turn."""
     backend, variant = request.param
     if backend == "onnxruntime":
-        candidate = Candidate(variant=variant, gpu=0)
+        choice = BackendChoice(variant=variant, gpu=0)
         try:
-            candidate.check(Bundle.open(g2p, check_hashes=False))
+            choice.check(Bundle.open(g2p, check_hashes=False))
         except BackendUnavailable as problem:
-            pytest.skip(" ".join(problem.problems))
+            skip(*ANOTHER_GPU, found=" ".join(problem.problems))
         add_variant(variant)
     else:
-        candidate = Candidate(variant=variant, gpu=0, engine=add_engine(backend, variant))
+        choice = BackendChoice(variant=variant, gpu=0, engine=add_engine(backend, variant))
     bundle = Bundle.open(g2p, check_hashes=False)
-    model = candidate.open(bundle)
-    yield Served(model, bundle, variant, str(candidate))
+    model = choice.open(bundle)
+    yield Served(model, bundle, variant, str(choice))
     model.close()

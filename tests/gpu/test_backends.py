@@ -19,11 +19,13 @@ from tests.gpu.scenarios import (
     decode_in_threads,
     decode_many,
 )
-from tfm_export.bundle import Bundle
+from tests.skips import ANOTHER_GPU, does_not_apply, skip
+from tfm_export.bundle import GOLDEN, Bundle
 from tfm_export.errors import BackendUnavailable
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime import cuda
-from tfm_export.runtime.backends import Candidate, open_backend, survey
+from tfm_export.runtime.backends import BackendChoice, open_backend, survey
+from tfm_export.runtime.gpu import cuda
+from tfm_export.verify import read_golden
 
 pytestmark = pytest.mark.gpu
 
@@ -37,16 +39,24 @@ def test_generations_are_those_of_pytorch(served: Served, record_property: Calla
 
 
 def test_every_tensor_is_pytorchs_step_by_step(served: Served, record_property: Callable[[str, object], None]) -> None:
-    tolerance = PRECISIONS[served.variant].tolerance
-    if tolerance is None:
-        pytest.skip(f"{served.variant} rounds: its single numbers are not judged, its generations are")
+    if not PRECISIONS[served.variant].judged_by_number:
+        does_not_apply(f"{served.variant} rounds: its single numbers are not judged, its generations are")
     from reference_model import load_checkpoint
-    from tfm_export.verify.steps import compare_steps
+    from tfm_export.verify.reference import float64_reference
+    from tfm_export.verify.steps import compare_steps, teacher_forcing
 
-    steps = compare_steps(served.model, load_checkpoint(G2P / "g2p.pt").model, tolerance)
-    worst = max(steps.tensors, key=lambda tensor: tensor.error / tensor.limit)
+    manifest = served.bundle.manifest
+    sizes, limits = manifest.dimensions, manifest.limits
+    steps = compare_steps(
+        served.bundle.variant_path(served.variant),
+        sizes,
+        teacher_forcing(sizes, limits, read_golden(served.bundle, GOLDEN), manifest.special_ids.bos),
+        model=served.model,
+        reference=float64_reference(load_checkpoint(G2P / "g2p.pt").model),
+    )
+    worst = max(steps.kernels, key=lambda tensor: tensor.share)
     record_property("worst tensor", f"{worst.name}, off by {worst.error:.1e} of {worst.limit:.1e}")
-    assert [tensor.name for tensor in steps.tensors if not tensor.passed] == []
+    assert [tensor.name for tensor in (*steps.graph, *steps.kernels) if not tensor.passed] == []
 
 
 def test_many_threads_give_what_one_gives(served: Served) -> None:
@@ -70,16 +80,16 @@ def test_closing_gives_the_memory_back(
     g2p: Path, add_engine: Callable[[str, str], str], backend: str, variant: str
 ) -> None:
     if variant not in {"fp32", "fp16"}:
-        pytest.skip("the same code as fp32 and fp16")
+        does_not_apply("the same code as fp32 and fp16")
     engine = None if backend == "onnxruntime" else add_engine(backend, variant)
-    candidate, bundle = Candidate(variant=variant, gpu=0, engine=engine), Bundle.open(g2p, check_hashes=False)
+    choice, bundle = BackendChoice(variant=variant, gpu=0, engine=engine), Bundle.open(g2p, check_hashes=False)
     try:
-        candidate.check(bundle)
+        choice.check(bundle)
     except BackendUnavailable as problem:
-        pytest.skip(" ".join(problem.problems))
+        skip(*ANOTHER_GPU, found=" ".join(problem.problems))
     gpu, left = cuda.open_gpu(0), []
     for _ in range(4):
-        model = candidate.open(bundle)
+        model = choice.open(bundle)
         del model
         gc.collect()
         left.append(gpu.free_bytes())

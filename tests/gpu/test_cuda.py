@@ -9,22 +9,23 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.runtime.device_checks import BLOCKS, check_block, check_boxes, check_copies, check_graphs
-from tfm_export.runtime import cuda
-from tfm_export.runtime.cuda import Gpu, OutOfDeviceMemory, Stream
-from tfm_export.runtime.device_memory import RowShape
+from tests.runtime.gpu.device_checks import BLOCKS, check_block, check_boxes, check_copies, check_graphs
+from tests.skips import import_or_skip
+from tfm_export.runtime.gpu import cuda
+from tfm_export.runtime.gpu.cuda import CudaStream, Gpu, OutOfDeviceMemory
+from tfm_export.runtime.gpu.device_memory import RowShape
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
 def gpu() -> Gpu:
-    pytest.importorskip("cuda.bindings.runtime", reason="needs cuda-python")
+    import_or_skip("cuda.bindings.runtime", "rtx")
     return cuda.open_gpu()
 
 
 @pytest.fixture
-def stream(gpu: Gpu) -> Iterator[Stream]:
+def stream(gpu: Gpu) -> Iterator[CudaStream]:
     stream = gpu.stream()
     yield stream
     stream.close()
@@ -37,24 +38,24 @@ def test_the_gpus_are_told(gpu: Gpu) -> None:
     assert int(cuda.driver_version().split(".")[0]) >= int(cuda.runtime_version().split(".")[0])
 
 
-def test_copies(gpu: Gpu, stream: Stream) -> None:
+def test_copies(gpu: Gpu, stream: CudaStream) -> None:
     check_copies(gpu, stream)
 
 
-def test_boxes(gpu: Gpu, stream: Stream) -> None:
+def test_boxes(gpu: Gpu, stream: CudaStream) -> None:
     check_boxes(gpu, stream)
 
 
 @pytest.mark.parametrize(("shape", "rows", "length"), BLOCKS)
-def test_blocks(stream: Stream, shape: RowShape, rows: int, length: int) -> None:
+def test_blocks(stream: CudaStream, shape: RowShape, rows: int, length: int) -> None:
     check_block(stream, shape, rows, length)
 
 
-def test_graphs(gpu: Gpu, stream: Stream) -> None:
+def test_graphs(gpu: Gpu, stream: CudaStream) -> None:
     check_graphs(gpu, stream)
 
 
-def test_what_becomes_free_while_a_graph_is_captured_waits(gpu: Gpu, stream: Stream) -> None:
+def test_what_becomes_free_while_a_graph_is_captured_waits(gpu: Gpu, stream: CudaStream) -> None:
     buffer, pinned = gpu.allocate(8), [gpu.allocate_host(8)]
 
     def work() -> None:
@@ -69,7 +70,7 @@ def test_what_becomes_free_while_a_graph_is_captured_waits(gpu: Gpu, stream: Str
     buffer.close()
 
 
-def test_another_thread_may_allocate_while_a_graph_is_captured(gpu: Gpu, stream: Stream) -> None:
+def test_another_thread_may_allocate_while_a_graph_is_captured(gpu: Gpu, stream: CudaStream) -> None:
     buffer = gpu.allocate(8)
 
     def work() -> None:
@@ -88,7 +89,7 @@ def test_too_much_memory_is_refused_and_then_less_is_given(gpu: Gpu) -> None:
     gpu.allocate(1 << 20).close()
 
 
-def test_streams_wait_for_each_other(gpu: Gpu, stream: Stream) -> None:
+def test_streams_wait_for_each_other(gpu: Gpu, stream: CudaStream) -> None:
     size = 64 << 20
     second, buffer, back = gpu.stream(), gpu.allocate(size), gpu.allocate_host(size)
     back[:] = 1
@@ -105,7 +106,7 @@ def test_streams_wait_for_each_other(gpu: Gpu, stream: Stream) -> None:
     buffer.close()
 
 
-def test_memory_comes_back(gpu: Gpu, stream: Stream) -> None:
+def test_memory_comes_back(gpu: Gpu, stream: CudaStream) -> None:
     def use() -> None:
         for _ in range(20):
             check_copies(gpu, stream)

@@ -15,7 +15,7 @@ from tests.emulation.engines import add_engine
 from tests.emulation.onnx_cuda import emulated_provider
 from tests.gpu.scenarios import MOST_DEVICE_GROWTH, compare_with_pytorch, decode_in_threads, decode_many
 from tfm_export.bundle import Bundle
-from tfm_export.runtime.backends import Candidate
+from tfm_export.runtime.backends import BackendChoice
 from tfm_export.runtime.step_model import StepModel
 
 
@@ -28,10 +28,10 @@ def served(
     if request.param == "tensorrt":
         add_engine(bundle, "emulated", max_batch_size=16, capacities=(64, 160))
         with emulated_gpu(machine):
-            model = Candidate(variant="fp32", gpu=0, engine="emulated").open(bundle)
+            model = BackendChoice(variant="fp32", gpu=0, engine="emulated").open(bundle)
     else:
         with emulated_provider(machine):
-            model = Candidate(variant="fp32", gpu=0).open(bundle)
+            model = BackendChoice(variant="fp32", gpu=0).open(bundle)
     yield model, bundle, machine
     model.close()
     assert machine.violations == []

@@ -10,9 +10,8 @@ import pytest
 
 from tests.emulation.scenario import drive
 from tests.gpu.conftest import G2P, MODULES
-from tests.runtime.drive import FLOOR
 from tfm_export.bundle import Bundle
-from tfm_export.runtime.tensorrt_model import TensorRTModel
+from tfm_export.runtime.gpu.tensorrt_model import TensorRTModel
 
 pytestmark = pytest.mark.gpu
 
@@ -32,8 +31,8 @@ def test_rows_that_join_leave_and_grow_are_as_if_alone(
     exact = TorchModel(copy.deepcopy(reference).double(), limits=bundle.manifest.limits)
     model = TensorRTModel(bundle, engine, workers=2)
     error = drive(model, exact)
-    record_property("largest error of log_probs", f"{error:.1e}")
+    record_property("largest error of log_probs, in parts of the limit", f"{error:.1e}")
     record_property("graphs", model.capture_problem or "captured")
     model.close()
-    assert error < FLOOR
+    assert error <= 1
     assert flavor == "rtx" or model.capture_problem is None

@@ -14,9 +14,8 @@ import pytest
 import tfm_export
 import tfm_export.tokenizer
 from tfm_export import RequestError
-from tfm_export.decoding import DecodeOptions, Reason, Request, SettledToken
+from tfm_export.decoding import Reason, SettledToken
 from tfm_export.model import Model, TextRequest
-from tfm_export.model.requests import Call
 
 
 def test_requests_are_awaited(model: Model) -> None:
@@ -71,11 +70,19 @@ def test_cancelling_a_task_ends_the_work_it_awaits(model: Model) -> None:
     assert pending.result(timeout=60).reason is Reason.CANCELLED
 
 
-def test_time_spent_waiting_for_a_thread_counts() -> None:
-    call = Call(options=DecodeOptions(), deadline=10.0, begin=time.perf_counter() - 4)
-    assert 5.0 < (call.request(Request(source=[4])).deadline or 0) < 6.1
-    assert call.request(Request(source=[4], deadline=1.0)).deadline == 0
-    assert Call(options=DecodeOptions()).request(Request(source=[4])).deadline is None
+def test_time_spent_waiting_for_a_thread_counts(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfm_export.model.model.usable_cpus", lambda: 1)
+    request, begun, go_on = held_back()
+    with tfm_export.load(tiny_bundle, threads=1) as model:
+        model.generate_async(request)
+        assert begun.wait(60)
+        late, own = model.generate_async("hello", deadline=0.01), TextRequest(text="hello", deadline=0.01)
+        patient, never = model.generate_async([own, "hello"], deadline=60.0), model.generate_async("hello")
+        time.sleep(0.02)
+        go_on.set()
+        assert (late.result(60).reason, late.result(60).tokens) == (Reason.DEADLINE, [])
+        assert [answer.reason for answer in patient.result(60)] == [Reason.DEADLINE, Reason.END]
+        assert never.result(60).reason is Reason.END
 
 
 def test_closing_drops_the_requests_that_wait(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

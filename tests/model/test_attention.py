@@ -11,24 +11,23 @@ import pytest
 import tfm_export
 import tfm_export.tokenizer
 from tests.conftest import build_tiny_model
+from tests.numerics import near
 from tfm_export import RequestError
 from tfm_export.bundle import Bundle
 from tfm_export.model import Model, TextRequest
+from tfm_export.runtime.step_model import WrappedModel
+from tfm_export.runtime.torch_model import TorchModel
 
 
-class Attending:
+class Attending(WrappedModel):
     """The tiny model of PyTorch, which makes one that gives attention, and counts how often."""
 
     def __init__(self, limits: Any) -> None:
-        from tfm_export.runtime.torch_model import TorchModel
-
         self.reference = build_tiny_model(0, norm_first=True, final_norm=True)
-        self.plain = TorchModel(self.reference, limits=limits)
+        super().__init__(TorchModel(self.reference, limits=limits))
+        self.capabilities = replace(self.capabilities, offers_attention=True)
         self.attending = TorchModel(self.reference, limits=limits, attention_layer=1)
         self.made = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.plain, name)
 
     def with_attention(self) -> Any:
         self.made += 1
@@ -49,7 +48,7 @@ def test_attention_is_loaded_when_it_is_wanted_and_once(attending: Model) -> Non
     for _ in range(2):
         best = attending.generate(["a", "hello"], return_attention=True)[1].hypotheses[0]
         assert best.attention.shape == (len(best.tokens), 6)
-        np.testing.assert_allclose(best.attention.sum(1), 1, atol=1e-5)
+        assert best.attention.sum(1) == near(np.ones(len(best.tokens)))
     assert attending.generate("hello", beam_size=2, coverage_penalty=0.2).hypotheses
     assert attending.step_model.made == 1
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.model.conftest import WORDS
 from tfm_export import NumericError, RequestError
-from tfm_export.decoding import SettledToken
+from tfm_export.decoding import Reason, SettledToken
 from tfm_export.model import Model
 
 
@@ -118,6 +118,36 @@ def test_workers_end_when_nobody_wants_their_answers(model: Model, monkeypatch: 
     assert len(threads) == 2
     assert not [thread for thread in threads if thread.is_alive()]
     assert steps[0] - before < length  # to their end, the two of the second window would take twice as many
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_deadline_counts_the_time_of_other_texts_nor_of_whoever_makes_or_reads_them(
+    model: Model, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """Each text takes a small part of its deadline, all of them together several of it."""
+    encode, deadline, words = model.step_model.encode, 0.5, ["hello", "a"] * 40
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.05)
+        return encode(*arguments, **options)
+
+    def produced() -> Iterator[str]:
+        for number, word in enumerate(words):
+            time.sleep(deadline + 0.1 if number == 5 else 0)
+            yield word
+
+    monkeypatch.setattr(model.step_model, "encode", slow)
+    begin, found = time.perf_counter(), []
+    for generation in model.generate_iterable(
+        produced(), deadline=deadline, window=40, max_batch_size=2, max_decoding_length=3, workers=workers
+    ):
+        time.sleep(deadline + 0.1 if len(found) == 20 else 0)  # the next window may have been decoded by then, or not
+        found.append(generation)
+    assert time.perf_counter() - begin > 3 * deadline
+    assert [generation.reason for generation in found if generation.reason is Reason.DEADLINE] == []
+    assert [generation.tokens for generation in found[:2]] == [
+        generation.tokens for generation in model.generate(words[:2], max_decoding_length=3)
+    ]
 
 
 @pytest.mark.parametrize(

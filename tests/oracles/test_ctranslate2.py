@@ -15,6 +15,7 @@ from benchmarks.peers.ctranslate2 import Peer, build
 from reference_model import load_checkpoint
 from reference_model.checkpoint import SpecialIds as ReferenceSpecialIds
 from tests.benchmarks.random_models import random_model
+from tests.numerics import attention_limit, log_prob_limit, score_limit
 from tfm_export.bundle import Limits, SpecialIds
 from tfm_export.decoding import DecodeOptions, Hypothesis, Request, generate
 from tfm_export.runtime.torch_model import TorchModel
@@ -78,14 +79,24 @@ def sources(request: pytest.FixtureRequest, pair: tuple[TorchModel, Peer]) -> li
     return [[*generator.integers(4, size, generator.integers(1, 12)).tolist(), 2] for _ in range(request.param)]
 
 
-def close(ours: Hypothesis, theirs: PeerHypothesis) -> bool:
+def close(model: TorchModel, options: dict[str, Any], ours: Hypothesis, theirs: PeerHypothesis) -> bool:
+    """Two searches in float32; a repetition penalty multiplies what log-probabilities are off."""
+    tokens = len(ours.tokens) + 1
+    divisor = tokens ** options.get("length_penalty", 1.0)
+    limit = score_limit(2 * log_prob_limit(model.model, LONGEST), tokens, divisor)
+    limit *= max(1.0, options.get("repetition_penalty", 1.0))
     if (ours.attention is None) is not (theirs.attention is None):
         return False
     if ours.attention is not None and theirs.attention is not None:
         weights = np.array(theirs.attention).reshape(ours.attention.shape)
-        if not np.allclose(ours.attention, weights, atol=1e-4, rtol=0):
+        assert model.attention_layer is not None
+        weight = 2 * attention_limit(model.model, model.attention_layer, LONGEST)
+        if not np.allclose(ours.attention, weights, atol=weight, rtol=0):
             return False
-    return abs(ours.score - theirs.score) <= 1e-4
+        # The coverage adds up the logarithms of what the source's tokens were attended to in all.
+        shares = np.maximum(ours.attention.sum(0), weight)
+        limit += options.get("coverage_penalty", 0.0) * float((len(ours.attention) * weight / shares).sum())
+    return abs(ours.score - theirs.score) <= limit
 
 
 def compare(
@@ -106,7 +117,7 @@ def compare(
     different = []
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         same = [h.tokens for h in a.hypotheses] == [h.tokens for h in b]
-        if not same or not all(map(close, a.hypotheses, b)):
+        if not same or not all(close(model, options, *both) for both in zip(a.hypotheses, b, strict=True)):
             different.append((i, prefixes and prefixes[i], a.hypotheses, b))
     assert not different, f"{len(different)} of {len(sources)} differ, the first: {different[0]}"
 

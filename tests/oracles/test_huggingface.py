@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+pytest.importorskip(
+    "transformers", reason="needs transformers: run `.venv/bin/pip install -e '.[dev]' -c constraints.txt`"
+)
 
 from reference_model import SpecialIds as ReferenceSpecialIds
 from reference_model import load_checkpoint
 from tests.benchmarks.random_models import random_model
+from tests.numerics import log_prob_limit, score_limit
 from tests.oracles.huggingface import Generated, Oracle
 from tfm_export.bundle import Limits, SpecialIds
 from tfm_export.decoding import DecodeOptions, Hypothesis, Request, generate
@@ -95,15 +97,19 @@ def sources(request: pytest.FixtureRequest, pair: tuple[TorchModel, Oracle]) -> 
     return [[*generator.integers(4, size, generator.integers(1, 12)).tolist(), 2] for _ in range(request.param)]
 
 
-def agrees(ours: Hypothesis, other: Generated, prefix: list[int]) -> bool:
+def agrees(model: TorchModel, options: dict[str, Any], ours: Hypothesis, other: Generated, prefix: list[int]) -> bool:
+    """Two searches in float32; a repetition penalty multiplies or divides what logits are off."""
+    tokens = len(ours.tokens) + START
+    penalty = options.get("repetition_penalty", 1.0)
+    limit = 2 * log_prob_limit(model.model, LONGEST) * max(penalty, 1 / penalty)
     if ours.tokens != [*prefix, *other.tokens]:
         return False
     if other.score is not None:
-        # Theirs are float32: of scores in the hundreds, which a negative penalty makes, the 7 digits that it has.
-        return math.isclose(ours.score, other.score, abs_tol=1e-4, rel_tol=1e-6)
+        limit = score_limit(limit, tokens, tokens ** options.get("length_penalty", 1.0))
+        return abs(ours.score - other.score) <= limit
     assert ours.log_probs is not None
     assert other.log_probs is not None
-    return bool(np.allclose(ours.log_probs[len(prefix) :], other.log_probs, rtol=0, atol=1e-4))
+    return bool(np.allclose(ours.log_probs[len(prefix) :], other.log_probs, rtol=0, atol=limit))
 
 
 def compare(
@@ -120,7 +126,7 @@ def compare(
     for result, sequences, prefix in zip(found, expected, prefixes, strict=True):
         assert len(sequences) == options.get("num_hypotheses", 1)
         if len(result.hypotheses) != len(sequences) or not all(
-            agrees(h, s, prefix) for h, s in zip(result.hypotheses, sequences, strict=True)
+            agrees(model, options, h, s, prefix) for h, s in zip(result.hypotheses, sequences, strict=True)
         ):
             different.append((prefix, result.hypotheses, sequences))
     assert not different, f"{len(different)} of {len(sources)} differ, the first: {different[0]}"

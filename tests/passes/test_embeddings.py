@@ -12,6 +12,7 @@ import onnx_ir as ir
 import pytest
 
 from tests.export.conftest import Exported
+from tests.numerics import assert_close, exact_arrays
 from tests.passes.dequantized import constants, dequantized_model, spread, write_variant
 from tests.passes.test_weight_only import SOURCE, TARGET, VARIANTS
 from tests.runtime.drive import whole_target
@@ -22,7 +23,7 @@ from tfm_export.passes.linears import linears
 from tfm_export.passes.static_quantization import quantize_static
 from tfm_export.passes.weight_only import quantize_weights
 from tfm_export.quantize.fusion import optimized_graphs
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.runtime.torch_model import TorchModel
 
 Bits = Literal[4, 8]
@@ -55,9 +56,10 @@ def log_probs(exported: Exported, folder: Path, variant: str, *, exact: bool = F
 @pytest.mark.parametrize("bits", [8, 4])
 def test_tables_give_what_pytorch_gives_with_their_numbers(exported: Exported, bits: Bits, tmp_path: Path) -> None:
     folder = write_variant(exported.folder, tmp_path / "variant", PASSES[VARIANTS[bits]])
-    expected = whole_target(TorchModel(dequantized_model(exported.model, folder)), SOURCE, TARGET)
+    model = TorchModel(dequantized_model(exported.model, folder).double())
+    (exact,) = exact_arrays(lambda: [whole_target(model, SOURCE, TARGET)])
     found = log_probs(exported, folder, VARIANTS[bits], exact=True)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)  # measured over all configurations: 4.0e-5
+    assert_close(found, exact)
 
 
 def test_a_row_is_its_integers_times_its_scales(exported: Exported, tmp_path: Path) -> None:

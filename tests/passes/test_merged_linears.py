@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
 
 from tests.export.conftest import Exported
+from tests.numerics import exact_graph
 from tests.passes.graph_runs import write_graphs
-from tests.passes.test_head_padding import random_inputs
+from tests.passes.test_head_padding import assert_near_graph, random_inputs
 from tests.passes.typed_modules import Arrays
 from tfm_export import graph
 from tfm_export.graph_files import read_graph
@@ -51,9 +51,10 @@ def test_merged_products_give_the_same_numbers(exported: Exported, tmp_path: Pat
     merged = write_graphs(exported.folder, tmp_path / "merged", convert)
     for file, inputs in random_inputs(exported.bundle.manifest.dimensions).items():
         expected, found = (run_as_written(folder / file, inputs) for folder in (apart, merged))
-        for name, array in found.items():
-            # Measured: 0.0. A library of matrix products may go through wider matrices in another order.
-            np.testing.assert_allclose(array, expected[name], rtol=0, atol=2e-6, err_msg=name)
+        # Rounded weights are as large as the others, so that these round as much.
+        exact = exact_graph(exported.folder / file, inputs, [*found])
+        for (name, array), truth in zip(found.items(), exact, strict=True):
+            assert_near_graph(name, array, expected[name], truth)
 
 
 def test_what_reads_the_same_input_is_one_product(export_configuration: Callable[[str], Exported]) -> None:

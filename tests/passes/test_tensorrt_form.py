@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tests.export.conftest import Exported
 from tests.passes.dequantized import write_variant
 from tests.runtime.drive import whole_target
+from tests.skips import import_or_skip
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.errors import ExportError
@@ -26,8 +27,8 @@ from tfm_export.passes.static_quantization import quantize_static
 from tfm_export.passes.tensorrt_form import tensorrt_form
 from tfm_export.passes.twin import float32_twin
 from tfm_export.passes.weight_only import quantize_weights
-from tfm_export.quantize.calibration import decode_traces, observe, thresholds
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.quantize.calibration import decode_samples, observe, thresholds
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.tokenizer import load_tokenizer
 
 Compute = Literal["fp32", "fp16", "bf16"]
@@ -211,7 +212,7 @@ def test_uint8_weights_are_moved_too() -> None:
 def test_refusals(exported: Exported) -> None:
     path = exported.folder / "encoder.onnx"
     for variant, compute, message in (
-        ("w5", "fp16", "variant must be one of fp32, fp16, bf16, fp8, int8, w4, w8, found 'w5'"),
+        ("w5", "fp16", "variant must be one of fp32, fp16, bf16, w8, w4, int8, fp8, found 'w5'"),
         ("int8", "int8", "type to compute in must be one of fp32, fp16, bf16, found 'int8'"),
         ("fp16", "bf16", "the variant fp16 computes in fp16, and bf16 was asked for"),
         ("w8", "fp16", "expected a graph of the variant w8, found no quantised layer in it"),
@@ -238,7 +239,7 @@ def g2p(g2p_bundle: Path) -> tuple[Bundle, list[list[int]], dict[str, dict[str, 
     assert tokenizer is not None
     words = (ROOT / "examples/g2p/words.txt").read_text(encoding="utf-8").split()
     sources = [tokenizer.encode_source(word) for word in words]
-    traces = decode_traces(bundle, sources[::4], beam_size=1, max_length=30, threads=1)
+    traces = decode_samples(bundle, sources[::4], beam_size=1, max_length=30, threads=1)
     observations = observe(bundle, traces, threads=1)
     return bundle, sources, {method: thresholds(observations, method) for method in ("max", "percentile")}
 
@@ -317,7 +318,7 @@ def shape(tensor: Any, batch: int, query: int, source: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "compute"), CASES)
 def test_tensorrt_compiles_it(g2p: G2P, variant: str, compute: Compute) -> None:
-    trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'tfm-export[rtx]'")
+    trt = import_or_skip("tensorrt_rtx", "rtx")
     bundle, _, found = g2p
     folder = bundle.variant_path("fp32")
     for name in ("encoder", "decoder_step"):

@@ -1,4 +1,4 @@
-"""Traces, what the graphs do on them, and the thresholds chosen by that: against PyTorch, numpy, ONNX Runtime's own."""
+"""Samples, what the graphs do on them, and the thresholds chosen so: against PyTorch, numpy, ONNX Runtime's own."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from tfm_export.graph import cross_names, self_cache_names
 from tfm_export.graph_files import read_graph
 from tfm_export.passes.linears import linears
 from tfm_export.quantize import calibration
-from tfm_export.quantize.calibration import Trace, decode_traces, observe
+from tfm_export.quantize.calibration import CalibrationSample, decode_samples, observe
 from tfm_export.quantize.histogram import BINS, Collector, Observation, entropy_threshold, thresholds
 
 __all__ = ["export_configuration", "exported"]
 
 Floats = NDArray[np.float32]
 SOURCES = [[5, 7, 9, 11, 2], [4, 2], [8, 8, 10, 2], [3, 4, 2], [4, 2], [6, 12, 13, 14, 2], [6, 11, 13, 14, 2]]
-TRACES = [
-    Trace([4, 3, 2], [1, 4, 3, 3]),
-    Trace([4, 3, 2], [1, 2]),
-    Trace([3, 4, 4, 3, 2], [1, 3, 3, 4]),
-    Trace([2], [1]),
-    Trace([4, 4, 2], [1, 4, 3, 4]),
-    Trace([4, 4, 2], [1, 3, 3, 4]),
+SAMPLES = [
+    CalibrationSample([4, 3, 2], [1, 4, 3, 3]),
+    CalibrationSample([4, 3, 2], [1, 2]),
+    CalibrationSample([3, 4, 4, 3, 2], [1, 3, 3, 4]),
+    CalibrationSample([2], [1]),
+    CalibrationSample([4, 4, 2], [1, 4, 3, 4]),
+    CalibrationSample([4, 4, 2], [1, 3, 3, 4]),
 ]
 
 
 @pytest.mark.parametrize("beam_size", [1, 3])
 def test_traces_are_what_pytorch_decodes(export_configuration, beam_size: int) -> None:  # type: ignore[no-untyped-def]
     exported: Exported = export_configuration("paper")
-    traces = decode_traces(exported.bundle, SOURCES, beam_size=beam_size, max_length=12, threads=1)
+    samples = decode_samples(exported.bundle, SOURCES, beam_size=beam_size, max_length=12, threads=1)
     special = SpecialIds()
     expected = []
     for source in dict.fromkeys(map(tuple, SOURCES)):
@@ -59,15 +59,15 @@ def test_traces_are_what_pytorch_decodes(export_configuration, beam_size: int) -
             found += beam_batch(exported.model, ids, mask, special, 12, beam_size, 1.0)[0]
         # The decoder never reads the last token: the end token, or the one at the length limit.
         targets = dict.fromkeys((1, *(h.tokens if h.finished else h.tokens[:-1])) for h in found)
-        expected += [Trace(list(source), list(target)) for target in targets]
+        expected += [CalibrationSample(list(source), list(target)) for target in targets]
     if beam_size == 1:
-        assert traces == expected
-    assert {(*t.source_ids, 0, *t.target_ids) for t in traces} == {(*t.source_ids, 0, *t.target_ids) for t in expected}
-    assert len(traces) == len(expected)
+        assert samples == expected
+    assert {(*t.source_ids, 0, *t.target_ids) for t in samples} == {(*t.source_ids, 0, *t.target_ids) for t in expected}
+    assert len(samples) == len(expected)
 
 
-def pytorch_inputs(model: Transformer, traces: list[Trace]) -> dict[str, Floats]:
-    """|x| of everything that each linear layer reads, trace by trace, each source encoded once; by the layer's name."""
+def pytorch_inputs(model: Transformer, samples: list[CalibrationSample]) -> dict[str, Floats]:
+    """|x| of everything that each linear layer reads, sample by sample, each source encoded once; by layer."""
     model = model.double()
     seen: dict[str, list[Tensor]] = defaultdict(list)
     again = False  # the cross-attention's keys and values are computed with every target here, once in the graphs
@@ -81,13 +81,13 @@ def pytorch_inputs(model: Transformer, traces: list[Trace]) -> dict[str, Floats]
     hooks = [module.register_forward_pre_hook(note) for module in names]
     encoded: dict[tuple[int, ...], Tensor] = {}
     with torch.inference_mode():
-        for trace in traces:
-            ids = torch.tensor([trace.source_ids])
-            mask, source = torch.ones_like(ids, dtype=torch.bool), tuple(trace.source_ids)
+        for sample in samples:
+            ids = torch.tensor([sample.source_ids])
+            mask, source = torch.ones_like(ids, dtype=torch.bool), tuple(sample.source_ids)
             again = source in encoded
             if not again:
                 encoded[source] = model.encode(ids, mask)
-            model.decode(torch.tensor([trace.target_ids]), encoded[source], mask)
+            model.decode(torch.tensor([sample.target_ids]), encoded[source], mask)
     for hook in hooks:
         hook.remove()
     model.float()
@@ -108,8 +108,8 @@ def graph_name(module: str) -> str:
 
 
 def test_what_linear_layers_read_is_counted_without_padding(exported: Exported) -> None:
-    expected = pytorch_inputs(exported.model, TRACES)
-    found = observe(exported.bundle, TRACES, threads=1)
+    expected = pytorch_inputs(exported.model, SAMPLES)
+    found = observe(exported.bundle, SAMPLES, threads=1)
     layers = [
         layer for n in ("encoder", "decoder_step") for layer in linears(read_graph(exported.folder / f"{n}.onnx"), n)
     ]
@@ -128,7 +128,7 @@ def test_what_linear_layers_read_is_counted_without_padding(exported: Exported) 
 
 
 def test_every_float_of_the_graphs_has_its_range(exported: Exported) -> None:
-    found = observe(exported.bundle, TRACES, threads=1)
+    found = observe(exported.bundle, SAMPLES, threads=1)
     for path in sorted(exported.folder.glob("*.onnx")):
         graph = read_graph(path).graph
         floats = {
@@ -148,15 +148,15 @@ def test_every_float_of_the_graphs_has_its_range(exported: Exported) -> None:
         .abs()
         .max()
         .item()
-        for t in TRACES
+        for t in SAMPLES
     ]
     assert found["decoder_step/log_probs"].largest == pytest.approx(max(log_probs), rel=1e-5)
 
 
 def test_order_repetition_and_batches_change_nothing(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = observe(exported.bundle, TRACES, threads=1)
+    first = observe(exported.bundle, SAMPLES, threads=1)
     monkeypatch.setattr(calibration, "MOST_TOKENS", 4)
-    second = observe(exported.bundle, [*reversed(TRACES), *TRACES[:2]], threads=1)
+    second = observe(exported.bundle, [*reversed(SAMPLES), *SAMPLES[:2]], threads=1)
     assert first.keys() == second.keys()
     for name, one in first.items():
         other = second[name]
@@ -166,7 +166,7 @@ def test_order_repetition_and_batches_change_nothing(exported: Exported, monkeyp
         if one.histogram is not None and other.histogram is not None:
             assert one.histogram.limit == other.histogram.limit
             assert one.histogram.counts.sum() == other.histogram.counts.sum()
-    again = observe(exported.bundle, [*reversed(TRACES), *TRACES[:2]], threads=1)
+    again = observe(exported.bundle, [*reversed(SAMPLES), *SAMPLES[:2]], threads=1)
     for name, one in second.items():
         assert one.largest == again[name].largest
         if one.histogram is not None:
@@ -174,18 +174,18 @@ def test_order_repetition_and_batches_change_nothing(exported: Exported, monkeyp
 
 
 def test_only_what_is_asked_for(exported: Exported) -> None:
-    everything = observe(exported.bundle, TRACES, threads=1)
+    everything = observe(exported.bundle, SAMPLES, threads=1)
     norm = next(name for name in everything if name.startswith("encoder/") and "norm" in name)
     wanted = [norm, "decoder_step/log_probs", "decoder_step/cross_key_0", "encoder/view"]
-    found = observe(exported.bundle, TRACES, wanted, threads=1)
+    found = observe(exported.bundle, SAMPLES, wanted, threads=1)
     assert sorted(found) == sorted(wanted)
     assert all(found[name].largest == pytest.approx(everything[name].largest, rel=1e-5) for name in wanted)
-    assert observe(exported.bundle, TRACES, ["encoder/view"], threads=1).keys() == {"encoder/view"}
+    assert observe(exported.bundle, SAMPLES, ["encoder/view"], threads=1).keys() == {"encoder/view"}
 
 
 def test_the_graph_with_attention_quantises_as_the_step(export_configuration) -> None:  # type: ignore[no-untyped-def]
     exported: Exported = export_configuration("paper")
-    found = observe(exported.bundle, TRACES, threads=1)
+    found = observe(exported.bundle, SAMPLES, threads=1)
     steps = {}
     for name in ("decoder_step", "decoder_step_attention"):
         layers = linears(read_graph(exported.folder / f"{name}.onnx"), name)
@@ -196,20 +196,24 @@ def test_the_graph_with_attention_quantises_as_the_step(export_configuration) ->
 
 
 REFUSALS = [
-    ([], None, "there are no traces"),
-    ([Trace([], [1])], None, "a source has 1 to 64 tokens, found 0 to 0"),
-    ([Trace([2], [])], None, "a target has 1 to 64 tokens, found 0 to 0"),
-    ([Trace([2] * 65, [1]), Trace([2], [1] * 65)], None, r"source .* found 1 to 65\n.*target .* found 1 to 65"),
-    ([Trace([2, -1], [1])], None, "source ids are from 0 to .*, found -1 to 2"),
-    ([Trace([2], [1, 99])], None, "target ids are from 0 to .*, found 1 to 99"),
-    (TRACES, ["encoder/nothing", "view"], "no float32 value encoder/nothing, view"),
+    ([], None, "there are no samples"),
+    ([CalibrationSample([], [1])], None, "a source has 1 to 64 tokens, found 0 to 0"),
+    ([CalibrationSample([2], [])], None, "a target has 1 to 64 tokens, found 0 to 0"),
+    (
+        [CalibrationSample([2] * 65, [1]), CalibrationSample([2], [1] * 65)],
+        None,
+        r"source .* found 1 to 65\n.*target .* found 1 to 65",
+    ),
+    ([CalibrationSample([2, -1], [1])], None, "source ids are from 0 to .*, found -1 to 2"),
+    ([CalibrationSample([2], [1, 99])], None, "target ids are from 0 to .*, found 1 to 99"),
+    (SAMPLES, ["encoder/nothing", "view"], "no float32 value encoder/nothing, view"),
 ]
 
 
-@pytest.mark.parametrize(("traces", "values", "message"), REFUSALS)
-def test_refusals(export_configuration, traces: list[Trace], values: list[str], message: str) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(("samples", "values", "message"), REFUSALS)
+def test_refusals(export_configuration, samples: list[CalibrationSample], values: list[str], message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(RequestError, match=message):
-        observe(export_configuration("paper").bundle, traces, values, threads=1)
+        observe(export_configuration("paper").bundle, samples, values, threads=1)
 
 
 def test_numbers_that_are_not_finite_are_named(exported: Exported, tmp_path: Path) -> None:
@@ -224,7 +228,7 @@ def test_numbers_that_are_not_finite_are_named(exported: Exported, tmp_path: Pat
         file.seek(weight.offset or 0)
         file.write(np.full(8, np.inf, np.float32).tobytes())
     with pytest.raises(NumericError, match="decoder_step gives numbers that are not finite; addmm_6 is the first"):
-        observe(bundle, TRACES, threads=1)
+        observe(bundle, SAMPLES, threads=1)
 
 
 numbers = st.lists(st.floats(0, 2.0**100, width=32), max_size=20)

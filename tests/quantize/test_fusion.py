@@ -21,7 +21,8 @@ from tfm_export.errors import BundleError, ExportError
 from tfm_export.graph_files import WeightsFile, read_graph
 from tfm_export.passes.linears import add_initializer, linears
 from tfm_export.passes.weight_only import quantize_weights
-from tfm_export.quantize.fusion import FUSED, check_fused, fused_operators, optimized_graphs
+from tfm_export.precision import PRECISIONS
+from tfm_export.quantize.fusion import check_fused, fused_operators, optimized_graphs
 
 __all__ = ["export_configuration", "exported"]
 
@@ -43,7 +44,9 @@ def test_every_layer_becomes_the_fast_operator(exported: Exported, variant: str,
     counts = fused_operators(folder)
     encoder, step = layers_in(config)
     expected = {"encoder": encoder, "decoder_step": step, "decoder_step_attention": step}
-    assert {name: count[FUSED[variant]] for name, count in counts.items()} == {name: expected[name] for name in counts}
+    operator = PRECISIONS[variant].fused_operator
+    assert operator is not None
+    assert {name: count[operator] for name, count in counts.items()} == {name: expected[name] for name in counts}
     for count in counts.values():
         assert not {"Gemm", "FusedGemm", "MatMulInteger"} & count.keys()
         assert count["DequantizeLinear"] == 1  # of embedding rows
@@ -52,7 +55,7 @@ def test_every_layer_becomes_the_fast_operator(exported: Exported, variant: str,
 
 def test_fp32_has_no_such_operators(exported: Exported) -> None:
     counts = fused_operators(exported.folder)
-    assert not any(count[operator] for count in counts.values() for operator in FUSED.values())
+    assert not any(count[operator] for count in counts.values() for operator in ("MatMulNBits", "QGemm"))
     assert counts["decoder_step"]["TensorScatter"] == 2 * exported.model.config.decoder_layers
 
 

@@ -17,15 +17,16 @@ import pytest
 import torch
 
 from reference_model import Transformer, load_checkpoint, save_checkpoint
+from tests.once import Once
 from tfm_export.bundle import GOLDEN, Bundle
 from tfm_export.errors import BundleError, ParityError, RequestError
 from tfm_export.export import export_bundle
 from tfm_export.graph_files import RANGES, read_graph, read_ranges
 from tfm_export.precision import PRECISIONS
 from tfm_export.quantize import Development, QuantizeOptions, QuantizeReport, quantize_bundle, speed, stage
-from tfm_export.quantize.calibration import Trace, observe
-from tfm_export.runtime.cpu import CpuFeatures
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.quantize.calibration import CalibrationSample, observe
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.processor import CpuFeatures
 from tfm_export.verify import read_golden, verify_variant
 
 ROOT = Path(__file__).parents[2]
@@ -83,18 +84,17 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def g2p_export(tmp_path_factory: pytest.TempPathFactory) -> Export:
-    """Exports the trained example, or it with its weights changed, with 40 real words as golden inputs, once."""
-    done: dict[str, Bundle] = {}
+def g2p_export(once: Once) -> Export:
+    """Exports the trained example, or it with its weights changed, with 20 real words as golden inputs, once."""
 
     def export(change: str) -> Bundle:
-        if change not in done:
-            folder = tmp_path_factory.mktemp("g2p")
+        def make(folder: Path) -> None:
             checkpoint = load_checkpoint(ROOT / "examples/g2p/g2p.pt")
             CHANGES[change](checkpoint.model)
             save_checkpoint(checkpoint, folder / "g2p.pt")
-            done[change], _ = export_bundle(folder / "g2p.pt", folder / "b", inputs=WORDS[:20], verify=False)
-        return done[change]
+            export_bundle(folder / "g2p.pt", folder / "b", inputs=WORDS[:20], verify=False)
+
+        return Bundle.open(once(f"g2p {change}", make) / "b")
 
     return export
 
@@ -139,8 +139,8 @@ def test_how_large_values_get_is_written_down_for_engines(tiny_bundle: Path, tmp
         values = [v for node in read_graph(bundle.variant_path("fp32") / f"{name}.onnx").graph for v in node.outputs]
         assert {f"{name}/{v.name}" for v in values if v.dtype == ir.DataType.FLOAT} <= ranges.keys()
     golden = read_golden(bundle, GOLDEN)
-    traces = [Trace(g.source_ids, [bundle.manifest.special_ids.bos, *g.tokens[:-1]]) for g in golden]
-    for name, observed in observe(bundle, traces, threads=1).items():
+    samples = [CalibrationSample(g.source_ids, [bundle.manifest.special_ids.bos, *g.tokens[:-1]]) for g in golden]
+    for name, observed in observe(bundle, samples, threads=1).items():
         # Beam search's hypotheses and the padded sources come on top. Rounded to four digits.
         assert ranges[name] >= observed.largest * (1 - 1e-3), name
 
@@ -173,7 +173,7 @@ def test_an_encoder_of_int8_is_calibrated_like_one_and_told(
     facts = opened.manifest.variants[precision]
     assert facts["compute"] == "float32; encoder int8"
     assert facts["weights"] == f"{PRECISIONS[precision].weights}; encoder int8"
-    assert (facts["int8_encoder"], facts["calibration"]) == (True, "percentile")
+    assert (facts["int8_encoder"], facts["reduced_range"], facts["calibration"]) == (True, True, "percentile")
     generations = verify_variant(opened, precision, threads=1).generations
     assert [c.agreement for c in generations] == [c.agreement for c in report.generations]
 
@@ -193,6 +193,7 @@ def test_layers_are_kept_by_name_and_by_pattern(tiny_bundle: Path, tmp_path: Pat
     assert {"encoder/embedding", "decoder_step/embedding", "encoder/layers.0.feed_forward.expand"} <= report.kept.keys()
     assert not report.kept.keys() & set(report.quantized)
     assert len(report.kept) + len(report.quantized) == report.layers
+    assert "reduced_range" not in Bundle.open(bundle.path).manifest.variants["w8"]  # no products of 8 bits by 8
     names = {i.name for i in read_graph(bundle.path / "onnx/w8/decoder_step.onnx").graph.initializers.values()}
     assert "projection.weight" in names
     with pytest.raises(RequestError, match=r"no layer is called 'nonsense'(.|\n)*encoder/embedding"):
@@ -278,6 +279,7 @@ def test_a_cpu_without_vnni_gets_weights_of_7_bits(
         report = quantize_bundle(bundle, "int8", ANY, force=True)
         assert largest_weight() == largest
         assert any("7 bits" in note for note in report.notes) == (largest == 64)
+        assert Bundle.open(bundle.path).manifest.variants["int8"]["reduced_range"] is (largest == 64)
     quantize_bundle(bundle, "int8", replace(ANY, reduced_range=True), force=True)
     assert largest_weight() == 64
 

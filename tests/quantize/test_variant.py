@@ -9,7 +9,8 @@ import pytest
 
 from tests.export.conftest import Exported, export_configuration
 from tfm_export.graph_files import read_graph
-from tfm_export.quantize.variant import Recipe, graph_names, layer_names, write_variant
+from tfm_export.passes.recipe import Recipe, layer_names
+from tfm_export.quantize.variant import graph_names, write_variant
 
 __all__ = ["export_configuration"]
 

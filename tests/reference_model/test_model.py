@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from reference_model import Transformer, TransformerConfig
 from reference_model.model import (
@@ -20,6 +21,7 @@ from reference_model.model import (
     scaled_dot_product_attention,
     sinusoid_table,
 )
+from tests.numerics import assert_close, exactly, near
 
 
 def build(**fields: Any) -> Transformer:
@@ -43,8 +45,9 @@ def test_attention_by_hand() -> None:
     key = torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]])
     value = torch.tensor([[[[10.0, 0.0], [0.0, 20.0]]]])
     attended, weights = scaled_dot_product_attention(query, key, value, None)
-    torch.testing.assert_close(weights, torch.tensor([[[[0.66976, 0.33024]]]]), rtol=0, atol=1e-5)
-    torch.testing.assert_close(attended, torch.tensor([[[[6.6976, 6.6048]]]]), rtol=0, atol=1e-4)
+    # Half a unit in the last of the digits above, and what ten and twenty times of that is.
+    torch.testing.assert_close(weights, torch.tensor([[[[0.66976, 0.33024]]]]), rtol=0, atol=0.6e-5)
+    torch.testing.assert_close(attended, torch.tensor([[[[6.6976, 6.6048]]]]), rtol=0, atol=1.2e-4)
 
 
 def test_attention_by_hand_with_a_mask() -> None:
@@ -59,8 +62,8 @@ def test_attention_by_hand_with_a_mask() -> None:
 def test_a_query_that_may_see_nothing_stays_finite() -> None:
     query, key, value = (torch.randn(1, 2, 3, 4) for _ in range(3))
     attended, weights = scaled_dot_product_attention(query, key, value, torch.zeros(3, 3, dtype=torch.bool))
-    torch.testing.assert_close(weights, torch.full_like(weights, 1 / 3))
-    torch.testing.assert_close(attended, value.mean(2, keepdim=True).expand_as(value))
+    assert weights.numpy() == near(np.full(weights.shape, 1 / 3))
+    assert_close(attended, exactly(lambda v: v.mean(2, keepdim=True).expand_as(v), value))
 
 
 def test_heads_are_slices_of_the_projections() -> None:
@@ -68,17 +71,22 @@ def test_heads_are_slices_of_the_projections() -> None:
     attention = MultiHeadAttention(build().config).eval()
     x, y = torch.randn(1, 4, 12), torch.randn(1, 5, 12)
     found, _ = attention.attend(x, *attention.keys_values(y), None)
-    q, k, v = attention.W_q(x)[0], attention.W_k(y)[0], attention.W_v(y)[0]
-    heads = []
-    for h in range(3):
-        part = slice(4 * h, 4 * h + 4)
-        heads.append((q[:, part] @ k[:, part].T / math.sqrt(4)).softmax(-1) @ v[:, part])
-    torch.testing.assert_close(found[0], attention.W_o(torch.cat(heads, 1)))
+
+    def slices(attention: Any, x: Tensor, y: Tensor) -> Tensor:
+        q, k, v = attention.W_q(x)[0], attention.W_k(y)[0], attention.W_v(y)[0]
+        heads = []
+        for h in range(3):
+            part = slice(4 * h, 4 * h + 4)
+            heads.append((q[:, part] @ k[:, part].T / math.sqrt(4)).softmax(-1) @ v[:, part])
+        joined: Tensor = attention.W_o(torch.cat(heads, 1))
+        return joined
+
+    assert_close(found[0], exactly(slices, attention, x, y))
 
 
 def test_position_1_of_the_papers_sinusoids() -> None:
     row = sinusoid_table(3, 4)[1]
-    torch.testing.assert_close(row, torch.tensor([0.8415, 0.5403, 0.0100, 0.99995]), rtol=0, atol=5e-5)
+    torch.testing.assert_close(row, torch.tensor([0.8415, 0.5403, 0.0100, 0.99995]), rtol=0, atol=5e-5)  # four digits
 
 
 def test_sinusoids_by_their_formula() -> None:
@@ -86,15 +94,16 @@ def test_sinusoids_by_their_formula() -> None:
     for position in (0, 1, 7, 49):
         for i in range(5):
             angle = position / 10000 ** (2 * i / 10)
-            assert table[position, 2 * i].item() == pytest.approx(math.sin(angle), abs=1e-5)
-            assert table[position, 2 * i + 1].item() == pytest.approx(math.cos(angle), abs=1e-5)
+            # The angle is a float32 too: what it is off, its sine is off.
+            assert table[position, 2 * i].item() == near(math.sin(angle), made_of=[1, angle])
+            assert table[position, 2 * i + 1].item() == near(math.cos(angle), made_of=[1, angle])
 
 
 def test_embeddings_are_scaled_and_get_their_positions() -> None:
     model = build()
     embedded = model.embed_source(torch.tensor([[3, 7]]))
-    expected = model.source_embedding.weight[[3, 7]] * math.sqrt(12) + sinusoid_table(2, 12)
-    torch.testing.assert_close(embedded[0], expected)
+    rows = model.source_embedding.weight[[3, 7]]
+    assert_close(embedded[0], exactly(lambda rows, table: rows * math.sqrt(12) + table, rows, sinusoid_table(2, 12)))
 
 
 def test_masks() -> None:
@@ -107,11 +116,12 @@ def test_masks() -> None:
 def test_source_padding_changes_nothing(*, norm_first: bool) -> None:
     model = build(norm_first=norm_first)
     target_ids = torch.tensor([[1, 5, 6]])
-    alone = model(torch.tensor([[4, 9, 2]]), torch.ones(1, 3, dtype=torch.bool), target_ids)
+    inputs = torch.tensor([[4, 9, 2]]), torch.ones(1, 3, dtype=torch.bool), target_ids
+    alone, exact = model(*inputs), exactly(lambda m: m(*inputs), model)
     mask = torch.tensor([[True, True, True, False, False]])
     for padding in (0, 8):
         padded = model(torch.tensor([[4, 9, 2, padding, padding]]), mask, target_ids)
-        torch.testing.assert_close(padded, alone, rtol=0, atol=1e-6)
+        assert_close(padded, exact)
     seen = model(torch.tensor([[4, 9, 2, 8, 8]]), torch.ones(1, 5, dtype=torch.bool), target_ids)
     assert (seen - alone).abs().max() > 1e-3
 
@@ -123,7 +133,7 @@ def test_future_target_tokens_change_nothing_before_them(*, norm_first: bool) ->
     source_ids, mask = torch.tensor([[4, 9, 2]]), torch.ones(1, 3, dtype=torch.bool)
     first = model(source_ids, mask, torch.tensor([[1, 5, 6, 7]]))
     second = model(source_ids, mask, torch.tensor([[1, 5, 8, 3]]))
-    torch.testing.assert_close(second[:, :2], first[:, :2], rtol=0, atol=1e-6)
+    assert_close(second[:, :2], exactly(lambda m: m(source_ids, mask, torch.tensor([[1, 5]])), model))
     assert (second[:, 2:] - first[:, 2:]).abs().amax(-1).min() > 1e-3
 
 
@@ -131,12 +141,14 @@ def test_future_target_tokens_change_nothing_before_them(*, norm_first: bool) ->
 def test_target_padding_changes_nothing() -> None:
     model = build()
     source_ids, mask = torch.tensor([[4, 9, 2]]), torch.ones(1, 3, dtype=torch.bool)
-    alone = model(source_ids, mask, torch.tensor([[1, 5, 6]]))
+    alone = exactly(lambda m: m(source_ids, mask, torch.tensor([[1, 5, 6]])), model)
     target_mask = torch.tensor([[False, True, True, True]])
     first, second = (model(source_ids, mask, torch.tensor([[p, 1, 5, 6]]), target_mask) for p in (0, 7))
-    torch.testing.assert_close(first[:, 1:], second[:, 1:], rtol=0, atol=1e-6)  # its content is not seen
+    shifted = exactly(lambda m: m(source_ids, mask, torch.tensor([[0, 1, 5, 6]]), target_mask)[:, 1:], model)
+    for content in (first, second):  # it is not seen
+        assert_close(content[:, 1:], shifted)
     behind = model(source_ids, mask, torch.tensor([[1, 5, 6, 0]]), torch.tensor([[True, True, True, False]]))
-    torch.testing.assert_close(behind[:, :3], alone, rtol=0, atol=1e-6)
+    assert_close(behind[:, :3], alone)
 
 
 @NORM_ORDERS
@@ -158,12 +170,12 @@ def test_attention_weights_are_returned() -> None:
     logits = model.decode(
         target_ids, memory, source_mask, self_attention=self_attention, cross_attention=cross_attention
     )
-    torch.testing.assert_close(logits, model(source_ids, source_mask, target_ids))
+    assert_close(logits, exactly(lambda m: m(source_ids, source_mask, target_ids), model))
     assert [tuple(w.shape) for w in encoder] == [(2, 3, 4, 4)] * 2
     assert [tuple(w.shape) for w in self_attention] == [(2, 3, 3, 3)] * 3
     assert [tuple(w.shape) for w in cross_attention] == [(2, 3, 3, 4)] * 3
     for weights in encoder + self_attention + cross_attention:
-        torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+        assert weights.sum(-1).numpy() == near(np.ones(weights.shape[:-1]))
     for weights in encoder + cross_attention:
         assert weights[0, :, :, 3].max() == 0
         assert weights[1].min() > 0
@@ -219,32 +231,32 @@ def test_a_learned_table_is_a_weight_of_each_side() -> None:
     assert model.source_positions.table.shape == (16, 12)
     assert model.target_positions.table.shape == (5, 12)
     embedded = model.embed_target(torch.tensor([[3, 7]]), torch.tensor([[4, 0]]))
-    expected = (
-        model.target_embedding.weight[[3, 7]] * math.sqrt(12) + model.state_dict()["target_positions.table"][[4, 0]]
-    )
-    torch.testing.assert_close(embedded[0], expected)
+    rows, table = model.target_embedding.weight[[3, 7]], model.state_dict()["target_positions.table"][[4, 0]]
+    assert_close(embedded[0], exactly(lambda rows, table: rows * math.sqrt(12) + table, rows, table))
 
 
 def test_embeddings_may_be_left_unscaled_and_normalised() -> None:
     model = build(positions="none", scale_embeddings=False, embedding_norm=True)
     norm = model.source_positions.norm
-    embedded = model.source_embedding.weight[[3, 7]].detach().double().numpy()
-    centred = embedded - embedded.mean(1, keepdims=True)
-    expected = centred / np.sqrt(embedded.var(1, keepdims=True) + 1e-5)
-    expected = expected * norm.weight.detach().numpy() + norm.bias.detach().numpy()
-    np.testing.assert_allclose(model.embed_source(torch.tensor([[3, 7]]))[0].detach().numpy(), expected, atol=1e-5)
+
+    def formula(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        centred = rows - rows.mean(1, keepdim=True)
+        return centred / (rows.var(1, keepdim=True, correction=0) + 1e-5).sqrt() * weight + bias
+
+    exact = exactly(formula, model.source_embedding.weight[[3, 7]], norm.weight, norm.bias)
+    assert_close(model.embed_source(torch.tensor([[3, 7]]))[0], exact)
 
 
 def test_norms_by_their_formulas() -> None:
     x = torch.randn(5, 12) * 3 + 1
     rms = make_norm(build(norm="rms", layer_norm_epsilon=0.5).config)
-    torch.testing.assert_close(rms(x), x / ((x**2).mean(-1, keepdim=True) + 0.5).sqrt())
+    assert_close(rms(x), exactly(lambda x: x / ((x**2).mean(-1, keepdim=True) + 0.5).sqrt(), x))
     unbiased = make_norm(build(norm="unbiased", layer_norm_epsilon=0.5).config)
     with torch.no_grad():
         unbiased.weight.mul_(3)
         unbiased.bias.add_(2)
-    expected = 3 * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 0.5) + 2
-    torch.testing.assert_close(unbiased(x), expected)
+    expected = exactly(lambda x: 3 * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 0.5) + 2, x)
+    assert_close(unbiased(x), expected)
 
 
 def test_activations_and_the_gate_by_their_formulas() -> None:
@@ -258,8 +270,13 @@ def test_activations_and_the_gate_by_their_formulas() -> None:
     for activation, formula in formulas.items():
         for gated in (False, True):
             layer = FeedForward(build(activation=activation, gated_feed_forward=gated).config)
-            hidden = formula(layer.W_1(x)) * (layer.W_gate(x) if gated else 1)
-            torch.testing.assert_close(layer(x), layer.W_2(hidden))
+
+            def by_hand(layer: Any, x: Tensor, formula: Any = formula, gated: bool = gated) -> Tensor:
+                hidden = formula(layer.W_1(x)) * (layer.W_gate(x) if gated else 1)
+                found: Tensor = layer.W_2(hidden)
+                return found
+
+            assert_close(layer(x), exactly(by_hand, layer, x))
 
 
 def test_distances_share_buckets_by_their_logarithm() -> None:
@@ -279,17 +296,18 @@ def test_relative_positions_are_added_to_the_scores_of_self_attention() -> None:
     x, mask = torch.randn(1, 4, 12), torch.ones(1, 1, 1, 4, dtype=torch.bool)
     relative, layer = model.encoder_relative, model.encoder_layers[0]
     _, weights = layer(x, mask, relative.between(4))
-    query, (key, _) = layer.self_attention.split_heads(layer.self_attention.W_q(x)), layer.self_attention.keys_values(x)
+
+    def by_hand(attention: Any, bias: Tensor, x: Tensor, head: int, q: int) -> Tensor:
+        query, (key, _) = attention.split_heads(attention.W_q(x)), attention.keys_values(x)
+        scores = [
+            query[0, head, q] @ key[0, head, k] + bias[relative.buckets(torch.tensor(k - q)), head] for k in range(4)
+        ]
+        return torch.stack(scores).softmax(0)
+
     for head in range(3):
         for q in range(4):
-            scores = [
-                float(
-                    query[0, head, q] @ key[0, head, k]
-                    + relative.bias.weight[relative.buckets(torch.tensor(k - q)), head]
-                )
-                for k in range(4)
-            ]
-            torch.testing.assert_close(weights[0, head, q], torch.tensor(scores).softmax(0))
+            exact = exactly(by_hand, layer.self_attention, relative.bias.weight, x, head, q)
+            assert_close(weights[0, head, q], exact)
 
 
 @torch.inference_mode()
@@ -297,8 +315,9 @@ def test_the_output_may_be_scaled_down_before_the_projection() -> None:
     plain, scaled = build(), build(scale_projection=True)
     scaled.load_state_dict(plain.state_dict())
     x = torch.randn(1, 2, 12)
-    bias = plain.projection.bias
-    torch.testing.assert_close(scaled.project(x) - bias, (plain.project(x) - bias) / math.sqrt(12))
+    linear = torch.nn.functional.linear
+    exact = exactly(lambda m, x: linear(x / math.sqrt(12), m.projection.weight, m.projection.bias), plain, x)
+    assert_close(scaled.project(x), exact)
 
 
 def test_a_sequence_beyond_the_position_table_is_refused() -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tfm_export.precision import PRECISIONS
+from tests.numerics import log_prob_limit
 from tfm_export.runtime.step_model import Sentences, StepModel, StepOutput
+from tfm_export.runtime.torch_model import TorchModel
 
-FLOOR = PRECISIONS["fp32"].tolerance.floor
 RNG = np.random.default_rng
 
 
@@ -51,16 +51,16 @@ class Row:
 
 
 class Batch:
-    """Sentences of a backend beside what they should be."""
+    """Sentences of a backend beside what they should be; errors are in parts of what float32 may be off."""
 
-    def __init__(self, model: StepModel, exact: StepModel, sources: list[list[int]], capacity: int) -> None:
-        self.model, self.exact = model, exact
+    def __init__(self, model: StepModel, exact: TorchModel, sources: list[list[int]], capacity: int) -> None:
+        self.model, self.exact, self.limit = model, exact, log_prob_limit(exact.model)
         self.rows = [Row(source) for source in sources]
         self.sentences: Sentences = model.encode(*padded(sources), capacity=capacity)
         self._rng = RNG(len(sources))
 
     def step(self, queries: int = 1) -> float:
-        """Feed random tokens to every row, each at its own slot and position; the largest error of log_probs."""
+        """Feed random tokens to every row, each at its own slot and position; the largest error."""
         size, capacity = len(self.rows), self.sentences.capacity
         ids = self._rng.integers(0, self.model.dimensions.target_vocabulary_size, (size, queries))
         positions, write_index = np.zeros((size, queries), np.int64), np.zeros(size, np.int64)
@@ -76,17 +76,16 @@ class Batch:
         return self._error(self.sentences.step(ids, positions, write_index, mask, full=True), queries)
 
     def step_greedily(self, steps: int, until: Callable[[list[int]], bool]) -> float | None:
-        """Feed token 1 to every row and what is best from there on; the largest error. None if it is not done."""
+        """Feed token 1 to every row and what is best from there on; the largest error. None if it cannot."""
+        if not self.model.capabilities.steps_greedily:
+            return None
         size, capacity = len(self.rows), self.sentences.capacity
         ids, positions = np.ones((size, 1), np.int64), np.array([[len(row.fed)] for row in self.rows])
         write_index = np.array([row.written for row in self.rows])
         mask = np.zeros((size, 1, 1, capacity), np.bool_)
         for i, row in enumerate(self.rows):
             mask[i, 0, 0, [*row.slots, row.written]] = True
-        found = self.sentences.step_greedily(ids, positions, write_index, mask, steps=steps, until=until)
-        if found is None:
-            return None
-        tokens, log_probs = found
+        tokens, log_probs = self.sentences.step_greedily(ids, positions, write_index, mask, steps=steps, until=until)
         worst, taken = 0.0, tokens.shape[1]
         for i, row in enumerate(self.rows):
             row.fed += [1, *tokens[i, :-1].tolist()]
@@ -95,7 +94,7 @@ class Batch:
             expected = whole_target(self.exact, row.source, row.fed)[-taken:]
             chosen = expected[np.arange(taken), tokens[i]]
             worst = max(worst, float(np.abs(log_probs[i] - chosen).max()), float((expected.max(-1) - chosen).max()))
-        return worst
+        return worst / self.limit
 
     def _error(self, output: StepOutput, queries: int) -> float:
         assert output.log_probs is not None
@@ -106,7 +105,7 @@ class Batch:
             top = np.take_along_axis(expected, output.top_ids[i], -1)
             worst = max(worst, float(np.abs(output.top_log_probs[i] - top).max()))
             assert (np.diff(output.top_log_probs[i], axis=-1) <= 0).all()
-        return worst
+        return worst / self.limit
 
     def forget(self, row: int, tokens: int) -> None:
         """Let the last tokens of a row be a path that is not followed."""
@@ -114,11 +113,12 @@ class Batch:
 
     def pack(self, capacity: int) -> bool:
         """Keep the slots that are on a path; False if the backend does not."""
+        if not self.model.capabilities.packs:
+            return False
         slots = np.zeros((len(self.rows), max(len(row.slots) for row in self.rows)), np.int64)
         for i, row in enumerate(self.rows):
             slots[i, : len(row.slots)] = row.slots
-        if not self.sentences.pack(slots, capacity):
-            return False
+        self.sentences.pack(slots, capacity)
         for row in self.rows:
             row.written = len(row.slots)
             row.slots = [*range(row.written)]

@@ -23,13 +23,13 @@ from tfm_export import extras
 from tfm_export.bundle import Bundle
 from tfm_export.errors import BackendUnavailable, BundleError, RequestError
 from tfm_export.runtime import backends as module
-from tfm_export.runtime.backends import Candidate, candidates, open_backend, survey
-from tfm_export.runtime.onnx_cuda import OnnxCudaModel
-from tfm_export.runtime.onnx_runtime import OnnxModel
-from tfm_export.runtime.tensorrt_model import TensorRTModel
+from tfm_export.runtime.backends import BackendChoice, backend_choices, open_backend, survey
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+from tfm_export.runtime.gpu.onnx_cuda import OnnxCudaModel
+from tfm_export.runtime.gpu.tensorrt_model import TensorRTModel
 
-CPU = Candidate(variant="fp32")
-GPU = Candidate(variant="fp32", gpu=0)
+CPU = BackendChoice(variant="fp32")
+GPU = BackendChoice(variant="fp32", gpu=0)
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def engines(backends: Backends, tmp_path: Path) -> Bundle:
 
 
 def test_a_machine_without_a_gpu_takes_the_cpu(plain: Bundle, engines: Bundle) -> None:
-    assert candidates(plain) == [CPU]
+    assert backend_choices(plain) == [CPU]
     chosen, model = open_backend(plain)
     assert (chosen, type(model)) == (CPU, OnnxModel)
     assert str(chosen) == "fp32 with ONNX Runtime on the CPU"
@@ -69,7 +69,7 @@ def test_a_machine_without_a_gpu_takes_the_cpu(plain: Bundle, engines: Bundle) -
 
 def test_with_a_gpu_an_engine_comes_first_then_the_provider_then_the_cpu(plain: Bundle, engines: Bundle) -> None:
     with gpu_machine():
-        assert [str(candidate) for candidate in candidates(engines)] == [
+        assert [str(choice) for choice in backend_choices(engines)] == [
             "the TensorRT engine early (fp16) on GPU 0",
             "the TensorRT engine early (fp16) on GPU 1",
             "the TensorRT engine late (int8) on GPU 0",
@@ -77,7 +77,7 @@ def test_with_a_gpu_an_engine_comes_first_then_the_provider_then_the_cpu(plain: 
             "fp32 with ONNX Runtime on GPU 0",
             "fp32 with ONNX Runtime on the CPU",
         ]
-        assert candidates(plain) == [GPU, CPU]
+        assert backend_choices(plain) == [GPU, CPU]
         chosen, model = open_backend(engines)
         assert (chosen.engine, chosen.gpu, type(model)) == ("early", 0, TensorRTModel)
         model.close()
@@ -86,36 +86,36 @@ def test_with_a_gpu_an_engine_comes_first_then_the_provider_then_the_cpu(plain: 
         model.close()
 
 
-ASKED: dict[str, tuple[dict[str, Any], list[Candidate]]] = {
+ASKED: dict[str, tuple[dict[str, Any], list[BackendChoice]]] = {
     "the CPU": ({"device": "cpu"}, [CPU]),
     "a GPU": (
         {"device": 1},
         [
-            Candidate(variant="fp16", gpu=1, engine="early"),
-            Candidate(variant="int8", gpu=1, engine="late"),
-            Candidate(variant="fp32", gpu=1),
+            BackendChoice(variant="fp16", gpu=1, engine="early"),
+            BackendChoice(variant="int8", gpu=1, engine="late"),
+            BackendChoice(variant="fp32", gpu=1),
         ],
     ),
-    "a GPU by its name": ({"device": "cuda:1", "backend": "onnxruntime"}, [Candidate(variant="fp32", gpu=1)]),
-    "a GPU by its number": ({"device": "1", "backend": "onnxruntime"}, [Candidate(variant="fp32", gpu=1)]),
+    "a GPU by its name": ({"device": "cuda:1", "backend": "onnxruntime"}, [BackendChoice(variant="fp32", gpu=1)]),
+    "a GPU by its number": ({"device": "1", "backend": "onnxruntime"}, [BackendChoice(variant="fp32", gpu=1)]),
     "the first GPU": ({"device": "cuda", "backend": "onnxruntime"}, [GPU]),
     "ONNX Runtime": ({"backend": "onnxruntime"}, [GPU, CPU]),
     "ONNX Runtime on the CPU": ({"backend": "onnxruntime", "device": "cpu"}, [CPU]),
     "an engine": (
         {"backend": "tensorrt", "device": 0},
-        [Candidate(variant="fp16", gpu=0, engine="early"), Candidate(variant="int8", gpu=0, engine="late")],
+        [BackendChoice(variant="fp16", gpu=0, engine="early"), BackendChoice(variant="int8", gpu=0, engine="late")],
     ),
     "a variant": (
         {"variant": "int8", "device": 0},
-        [Candidate(variant="int8", gpu=0, engine="late"), Candidate(variant="int8", gpu=0)],
+        [BackendChoice(variant="int8", gpu=0, engine="late"), BackendChoice(variant="int8", gpu=0)],
     ),
     "fp32, of which there is no engine": ({"variant": "fp32"}, [GPU, CPU]),
     "the fastest": (
         {"variant": "auto", "device": 0},
         [
-            Candidate(variant="fp16", gpu=0, engine="early"),
-            Candidate(variant="int8", gpu=0, engine="late"),
-            Candidate(variant="fp16", gpu=0),
+            BackendChoice(variant="fp16", gpu=0, engine="early"),
+            BackendChoice(variant="int8", gpu=0, engine="late"),
+            BackendChoice(variant="fp16", gpu=0),
         ],
     ),
     "the fastest on the CPU": ({"variant": "auto", "device": "cpu"}, [CPU]),
@@ -126,14 +126,14 @@ ASKED: dict[str, tuple[dict[str, Any], list[Candidate]]] = {
 def test_a_request_leaves_some(engines: Bundle, what: str) -> None:
     request, expected = ASKED[what]
     with gpu_machine():
-        assert candidates(engines, **request) == expected
+        assert backend_choices(engines, **request) == expected
 
 
 def test_auto_is_the_fastest_variant_by_the_speeds_that_the_bundle_records(engines: Bundle) -> None:
     variants = {"fp32": {}, "int8": {"speed": 2.5}, "w8": {"speed": 1.5}}
     engines.manifest = replace(engines.manifest, variants=variants)
-    assert candidates(engines, variant="auto", device="cpu") == [Candidate(variant="int8")]
-    assert candidates(engines, variant="auto", device=0)[-1] == GPU  # the provider has no kernels for these
+    assert backend_choices(engines, variant="auto", device="cpu") == [BackendChoice(variant="int8")]
+    assert backend_choices(engines, variant="auto", device=0)[-1] == GPU  # the provider has no kernels for these
 
 
 def test_a_draft_leaves_onnx_runtime_on_the_cpu(engines: Bundle) -> None:
@@ -141,21 +141,21 @@ def test_a_draft_leaves_onnx_runtime_on_the_cpu(engines: Bundle) -> None:
     engines.manifest = replace(engines.manifest, variants=variants)
     with gpu_machine():
         for request in ({}, {"device": "cpu"}, {"backend": "onnxruntime"}, {"variant": "fp32"}):
-            (way,) = candidates(engines, draft="w8", **request)
-            assert way == Candidate(variant="fp32", draft="w8")
+            (way,) = backend_choices(engines, draft="w8", **request)
+            assert way == BackendChoice(variant="fp32", draft="w8")
             assert str(way) == "fp32 with ONNX Runtime on the CPU, its tokens guessed by w8"
-        assert candidates(engines, draft="w8", variant="auto") == [Candidate(variant="int8", draft="w8")]
+        assert backend_choices(engines, draft="w8", variant="auto") == [BackendChoice(variant="int8", draft="w8")]
         for request in ({"device": 0}, {"backend": "tensorrt"}):
             with pytest.raises(RequestError, match="guesses tokens for ONNX Runtime on the CPU only"):
-                candidates(engines, draft="w8", **request)
+                backend_choices(engines, draft="w8", **request)
     with pytest.raises(RequestError, match="the draft of int8 must be another variant") as error:
-        candidates(engines, variant="int8", draft="int8")
+        backend_choices(engines, variant="int8", draft="int8")
     assert error.value.hint == "one of fp32, w8"
     with pytest.raises(BackendUnavailable, match="CPU provider cannot run bf16") as error:
         open_backend(engines, draft="bf16")
     assert error.value.hint == "another variant: fp32, int8, w8"
     with pytest.raises(BundleError, match="has no variant 'w4'"):
-        candidates(engines, draft="w4")
+        backend_choices(engines, draft="w4")
 
 
 def test_a_draft_needs_another_variant(plain: Bundle) -> None:
@@ -181,7 +181,7 @@ def test_a_draft_needs_another_variant(plain: Bundle) -> None:
 )
 def test_a_request_that_means_nothing(plain: Bundle, request_: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        candidates(plain, **request_)
+        backend_choices(plain, **request_)
 
 
 def test_a_variant_that_the_bundle_lacks(plain: Bundle) -> None:
@@ -286,7 +286,7 @@ def test_the_survey_survives_what_breaks_in_an_unheard_of_way(plain: Bundle, mon
     def broken(*_: object, **__: object) -> None:
         raise KeyError("what")
 
-    monkeypatch.setattr(Candidate, "check", broken)
+    monkeypatch.setattr(BackendChoice, "check", broken)
     monkeypatch.setattr(module.cuda, "devices", broken)
     assert {str(problem) for _, problem in survey(plain)} == {"KeyError: 'what'"}
 

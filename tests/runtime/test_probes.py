@@ -17,7 +17,8 @@ import pytest
 from tests.emulation import Machine, emulated_gpu
 from tests.emulation.onnx_cuda import Provider, emulated_provider
 from tests.runtime.conftest import Backends
-from tfm_export.runtime import cuda, probes
+from tfm_export.runtime import probes
+from tfm_export.runtime.gpu import cuda
 
 
 def install(folder: Path, **versions: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import transformers
 
+from tests.skips import import_or_skip
 from tests.tokenizer.nasty import EMPTY, NASTY
 from tests.tokenizer.test_huggingface import TEXTS, bundle_of
 from tfm_export.checkpoints.vocabularies import piece_files
@@ -26,7 +27,7 @@ IDS = {"pad": 0, "bos": 0, "eos": 0, "unk": 1}
 @pytest.fixture(scope="module")
 def model() -> bytes:
     """A SentencePiece model of a few pieces."""
-    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece = import_or_skip("sentencepiece", "tokenizers")
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS), model_writer=written, vocab_size=60, hard_vocab_limit=False, minloglevel=2
@@ -82,7 +83,7 @@ def test_empty_texts_are_refused(tmp_path: Path, model: bytes, text: str) -> Non
 
 @pytest.mark.parametrize("text", NASTY, ids=lambda text: repr(text[:12]))
 def test_codes_of_subword_nmt(tmp_path: Path, text: str) -> None:
-    learn, apply = pytest.importorskip("subword_nmt.learn_bpe"), pytest.importorskip("subword_nmt.apply_bpe")
+    learn, apply = (import_or_skip(f"subword_nmt.{name}", "tokenizers") for name in ("learn_bpe", "apply_bpe"))
     written = io.StringIO()
     learn.learn_bpe(io.StringIO("\n".join(TEXTS) + "\n"), written, 40)
     codes = written.getvalue().encode()

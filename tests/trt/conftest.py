@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from tests.export.conftest import export_configuration
+from tests.once import Once
+from tests.skips import install, skip
 from tfm_export.bundle import Bundle
 from tfm_export.engines import EngineRecord
 from tfm_export.trt.flavor import Flavor, open_flavor
@@ -24,7 +26,7 @@ __all__ = ["export_configuration"]
 
 @dataclass
 class Told:
-    """A `Progress` that keeps what it is told."""
+    """A `BuildObserver` that keeps what it is told."""
 
     begun: list[str] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)
@@ -46,7 +48,7 @@ class Told:
 def rtx() -> Flavor:
     """TensorRT-RTX, which builds without a GPU."""
     if importlib.util.find_spec("tensorrt_rtx") is None:
-        pytest.skip("tensorrt_rtx is not installed: pip install 'tfm-export[rtx]'")
+        skip("tensorrt_rtx", install("rtx"))
     return open_flavor("rtx")
 
 
@@ -56,19 +58,17 @@ def bundle(tiny_variants: Path, tmp_path: Path) -> Bundle:
     return Bundle.open(shutil.copytree(tiny_variants, tmp_path / "tfm_bundle"))
 
 
-_engines: list[Path] = []  # for the fixture below in every folder that uses it: a build takes seconds
-
-
 @pytest.fixture(scope="session")
-def engine_bundle(rtx: Flavor, tiny_variants: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def engine_bundle(rtx: Flavor, tiny_variants: Path, once: Once) -> Path:
     """The bundle of every variant with an engine of fp16, verified. Do not change it: copy it."""
     assert rtx.name == "rtx"
-    if not _engines:
-        path = shutil.copytree(tiny_variants, tmp_path_factory.mktemp("engine") / "tfm_bundle")
+
+    def make(folder: Path) -> None:
+        path = shutil.copytree(tiny_variants, folder / "tfm_bundle")
         sizes = {"max_batch_size": 4, "max_source_length": 12, "max_beam_size": 3}
         build(Bundle.open(path), variant="fp16", capacities=(16,), verify=True, **sizes)
-        _engines.append(path)
-    return _engines[0]
+
+    return once("engine_bundle", make) / "tfm_bundle"
 
 
 def build(bundle: Bundle, told: Told | None = None, *, force: bool = False, **options: Any) -> EngineRecord:

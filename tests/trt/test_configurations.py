@@ -15,9 +15,9 @@ from tests.trt.test_ranges import compiled
 from tests.trt.variants import bundle_of
 from tfm_export.errors import BuildError
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+from tfm_export.trt.network_source import derive_sources
 from tfm_export.trt.options import EngineOptions
-from tfm_export.trt.source import derive_sources, engine_head_size
 from tfm_export.trt.stage import resolve_limits
 
 SOURCE, TARGET = [4, 3, 4, 3, 2], [1, 4, 3, 3, 4]
@@ -49,7 +49,7 @@ def test_every_configuration_in_every_precision(
     record = build(bundle, variant=variant)
     fused = variant != "fp32" and dimensions.heads > 1  # RTX has no kernel for one head
     assert record.attention == ("fused" if fused else "decomposed")
-    assert record.head_size_padded == engine_head_size(dimensions, record.compute)
+    assert record.head_size_padded == dimensions.padded(record.float_type).head_size
     step = record.proofs["decoder_step_48"]
     assert sum(step["attention"].values()) == step["caches"] == 2 * dimensions.decoder_layers
 
@@ -80,8 +80,7 @@ def test_the_graphs_that_are_compiled_give_the_models_numbers(
     bundle = bundle_of(exported, tmp_path / "b", variant)
     limits = resolve_limits(bundle, EngineOptions(variant=variant, max_beam_size=2))
     sources = derive_sources(bundle, variant, "fp16", limits, [48])
-    size = engine_head_size(bundle.manifest.dimensions, "fp16")
-    with compiled(bundle, sources, tmp_path / "engine", head_size=size) as model:
+    with compiled(bundle, sources, tmp_path / "engine") as model:
         found = whole_target(model, SOURCE, TARGET)
     stored = OnnxModel(bundle, variant="fp32" if variant == "fp16" else variant, threads=1, exact=variant != "fp16")
     # Measured over all configurations: up to 0.077, what rounding to 16 bits costs models as sharp as these.

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tfm_export.errors import BackendUnavailable, BuildError
-from tfm_export.runtime import cuda
-from tfm_export.runtime.cuda import Device
+from tfm_export.runtime.gpu import cuda
+from tfm_export.runtime.gpu.cuda import Device
 from tfm_export.trt import flavor as flavor_module
 from tfm_export.trt.flavor import Flavor, open_flavor, polygraphy
 from tfm_export.trt.options import EngineOptions, compute_capability

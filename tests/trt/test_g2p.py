@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.once import Once
 from tests.trt.conftest import build
 from tests.trt.variants import add_variant
 from tfm_export.bundle import Bundle
@@ -21,17 +22,19 @@ pytestmark = [pytest.mark.full, pytest.mark.usefixtures("rtx")]
 
 
 @pytest.fixture(scope="module")
-def g2p(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def g2p(once: Once) -> Path:
     """Its bundle with a variant of every precision."""
-    from tfm_export.export import export_bundle
 
-    path = tmp_path_factory.mktemp("g2p") / "tfm_bundle"
-    words = (G2P / "words.txt").read_text(encoding="utf-8").split()[:WORDS]
-    bundle, _ = export_bundle(G2P / "g2p.pt", path, inputs=words, verify=False)
-    for name in PRECISIONS:
-        if name != "fp32":
-            add_variant(bundle, name)
-    return path
+    def make(folder: Path) -> None:
+        from tfm_export.export import export_bundle
+
+        words = (G2P / "words.txt").read_text(encoding="utf-8").split()[:WORDS]
+        bundle, _ = export_bundle(G2P / "g2p.pt", folder / "tfm_bundle", inputs=words, verify=False)
+        for name in PRECISIONS:
+            if name != "fp32":
+                add_variant(bundle, name)
+
+    return once("g2p_every_precision", make) / "tfm_bundle"
 
 
 @pytest.mark.parametrize("variant", PRECISIONS)

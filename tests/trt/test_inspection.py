@@ -20,8 +20,8 @@ from tfm_export.trt import builder as builder_module
 from tfm_export.trt import stage
 from tfm_export.trt.flavor import Flavor, polygraphy
 from tfm_export.trt.inspection import can_inspect, inspect_plan
+from tfm_export.trt.network_source import NetworkSource
 from tfm_export.trt.options import EngineOptions
-from tfm_export.trt.source import Source
 from tfm_export.trt.stage import draw_blueprint
 
 TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int64": "INT64", "bool": "BOOL"}
@@ -32,7 +32,7 @@ class Engine:
 
     device_memory_size_v2 = 123
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: NetworkSource) -> None:
         self.kinds = {spec.name: f"DataType.{TYPES[spec.dtype]}" for spec in (*source.inputs, *source.outputs)}
         self.aliases = {cache_output_name(spec.name): spec.name for spec in source.inputs}
         self.num_optimization_profiles = len(source.profiles)
@@ -70,7 +70,7 @@ def with_gpu(engine: Engine | None, loaded: list[bytes]) -> Flavor:
 
 
 @pytest.fixture
-def step(rtx: Flavor, tiny_variants: Path) -> Source:
+def step(rtx: Flavor, tiny_variants: Path) -> NetworkSource:
     assert rtx.gpu is None or rtx.name == "rtx"
     options = EngineOptions(flavor="rtx", max_beam_size=2, max_target_length=20)
     return draw_blueprint(Bundle.open(tiny_variants), options).sources[-1]
@@ -83,7 +83,7 @@ def plan(tmp_path: Path) -> Path:
     return path
 
 
-def test_an_engine_as_it_should_be_gives_its_layers(step: Source, plan: Path) -> None:
+def test_an_engine_as_it_should_be_gives_its_layers(step: NetworkSource, plan: Path) -> None:
     loaded: list[bytes] = []
     inspection = inspect_plan(with_gpu(Engine(step), loaded), step, plan)
     assert loaded == [b"a plan"]
@@ -117,7 +117,7 @@ def lost_profile(engine: Engine) -> None:
     ],
 )
 def test_an_engine_that_is_otherwise_is_told(
-    step: Source, plan: Path, change: Callable[[Engine], None], message: str
+    step: NetworkSource, plan: Path, change: Callable[[Engine], None], message: str
 ) -> None:
     engine = Engine(step)
     change(engine)
@@ -125,7 +125,7 @@ def test_an_engine_that_is_otherwise_is_told(
         inspect_plan(with_gpu(engine, []), step, plan)
 
 
-def test_a_plan_that_does_not_load_is_told(step: Source, plan: Path) -> None:
+def test_a_plan_that_does_not_load_is_told(step: NetworkSource, plan: Path) -> None:
     with pytest.raises(BuildError, match=r"does not load decoder_step_48\.plan, which it has just built"):
         inspect_plan(with_gpu(None, []), step, plan)
 

@@ -17,9 +17,16 @@ from tfm_export.bundle import Bundle
 from tfm_export.errors import BuildError
 from tfm_export.graph_files import read_graph
 from tfm_export.trt.memory import estimate_memory, most_alive
+from tfm_export.trt.network_source import NetworkSource, derive_sources
 from tfm_export.trt.options import EngineOptions
-from tfm_export.trt.profiles import EngineLimits, Profile, Range, check_profiles, propagate, usual_source_length
-from tfm_export.trt.source import Source, derive_sources
+from tfm_export.trt.profiles import (
+    EngineLimits,
+    OptimizationProfile,
+    Range,
+    check_profiles,
+    propagate,
+    usual_source_length,
+)
 from tfm_export.trt.stage import resolve_capacities, resolve_limits
 
 LIMITS = EngineLimits(
@@ -32,7 +39,7 @@ LIMITS = EngineLimits(
 )
 
 
-def axes(profile: Profile) -> dict[str, tuple[int, int, int]]:
+def axes(profile: OptimizationProfile) -> dict[str, tuple[int, int, int]]:
     return {name: (axis.smallest, axis.usual, axis.largest) for name, axis in profile.axes.items()}
 
 
@@ -103,12 +110,12 @@ def test_capacities_are_those_asked_for_and_the_largest() -> None:
 
 
 @pytest.fixture
-def sources(export_configuration: Callable[[str], Exported]) -> list[Source]:
+def sources(export_configuration: Callable[[str], Exported]) -> list[NetworkSource]:
     """The graphs of the fp32 engine of a model with three heads of 20, an encoder layer and three decoder layers."""
     return derive_sources(export_configuration("tied").bundle, "fp32", "fp32", LIMITS, (16, 88))
 
 
-def test_shapes_go_all_the_way_through(sources: list[Source]) -> None:
+def test_shapes_go_all_the_way_through(sources: list[NetworkSource]) -> None:
     """Every value of every graph gets a shape, also at the sizes that broadcasting could hide: 1."""
     for source in sources:
         for profile in source.profiles:
@@ -124,15 +131,15 @@ def test_shapes_go_all_the_way_through(sources: list[Source]) -> None:
     assert shapes["self_key_2_out"] == ((3, 3, 88, 20), 4)
 
 
-def test_checking_leaves_the_graph_as_it_was(sources: list[Source]) -> None:
+def test_checking_leaves_the_graph_as_it_was(sources: list[NetworkSource]) -> None:
     before = ir.serde.serialize_model(sources[0].model).SerializeToString()
     check_profiles("encoder", sources[0].profiles, sources[0].model, sources[0].outputs)
     assert ir.serde.serialize_model(sources[0].model).SerializeToString() == before
 
 
-def test_sizes_out_of_order_are_named(sources: list[Source]) -> None:
+def test_sizes_out_of_order_are_named(sources: list[NetworkSource]) -> None:
     encoder = sources[0]
-    wrong = Profile(
+    wrong = OptimizationProfile(
         name="encoder",
         axes={"batch": Range(smallest=2, usual=1, largest=3), "source": Range(smallest=0, usual=5, largest=4)},
     )
@@ -143,14 +150,14 @@ def test_sizes_out_of_order_are_named(sources: list[Source]) -> None:
     assert "source must rise from 1, found 0, 5, 4" in text
 
 
-def test_a_capacity_that_the_masks_do_not_have_is_found(sources: list[Source]) -> None:
+def test_a_capacity_that_the_masks_do_not_have_is_found(sources: list[NetworkSource]) -> None:
     """The caches are 16 slots wide in the graph, and the profile says 88."""
     step = sources[1]
     with pytest.raises(BuildError, match="decoder_step_16, smallest shapes of prompt"):
         check_profiles(step.plan, sources[2].profiles, step.model, step.outputs)
 
 
-def test_an_output_of_another_width_is_found(sources: list[Source]) -> None:
+def test_an_output_of_another_width_is_found(sources: list[NetworkSource]) -> None:
     encoder = sources[0]
     wider = [replace_axis(spec, 3, 24) for spec in encoder.outputs]
     with pytest.raises(BuildError, match=r"cross_key_0 must be \[1, 3, 1, 24\], found \[1, 3, 1, 20\]"):
@@ -161,7 +168,9 @@ def replace_axis(spec: graph.TensorSpec, axis: int, size: int) -> graph.TensorSp
     return graph.TensorSpec(spec.name, spec.dtype, (*spec.axes[:axis], size, *spec.axes[axis + 1 :]))
 
 
-def test_memory_is_what_the_sizes_say(sources: list[Source], export_configuration: Callable[[str], Exported]) -> None:
+def test_memory_is_what_the_sizes_say(
+    sources: list[NetworkSource], export_configuration: Callable[[str], Exported]
+) -> None:
     exported = export_configuration("tied")
     dimensions = exported.bundle.manifest.dimensions
     memory = estimate_memory(sources, dimensions, "fp32", LIMITS, (16, 88))
@@ -194,7 +203,7 @@ def test_what_is_alive_is_counted_node_by_node() -> None:
     assert most_alive(model, {"batch": 4}) == 2 * 20 * 4
 
 
-def test_activations_hold_the_largest_output(sources: list[Source]) -> None:
+def test_activations_hold_the_largest_output(sources: list[NetworkSource]) -> None:
     step = sources[-1]
     largest = step.profiles[0].sizes(-1)
     log_probs = largest["batch"] * largest["query"] * 34 * 4

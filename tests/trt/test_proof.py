@@ -15,21 +15,21 @@ from tests.trt.conftest import build, unchanged
 from tfm_export.bundle import Bundle
 from tfm_export.errors import BuildError
 from tfm_export.passes.linears import add_initializer
-from tfm_export.precision import PRECISIONS
+from tfm_export.precision import PRECISIONS, Compute
 from tfm_export.trt import proof as proof_module
 from tfm_export.trt.flavor import Flavor
-from tfm_export.trt.options import Compute, EngineOptions
+from tfm_export.trt.network_source import NetworkSource
+from tfm_export.trt.options import EngineOptions
 from tfm_export.trt.proof import Network, asked_product, expected_network, prove
-from tfm_export.trt.source import Source
 from tfm_export.trt.stage import draw_blueprint
 
 
 @pytest.fixture
-def step(rtx: Flavor, tiny_variants: Path) -> Callable[[str], Source]:
+def step(rtx: Flavor, tiny_variants: Path) -> Callable[[str], NetworkSource]:
     """The decoder step that would be compiled, by variant."""
     assert rtx.name == "rtx"
 
-    def source(variant: str) -> Source:
+    def source(variant: str) -> NetworkSource:
         options = EngineOptions(variant=variant, flavor="rtx", max_beam_size=2, max_target_length=20)
         return draw_blueprint(Bundle.open(tiny_variants), options).sources[-1]
 
@@ -43,7 +43,7 @@ def plan_of(path: Path, weights: int, *, text: int = 200_000) -> Path:
     return path
 
 
-def problems(source: Source, variant: str, network: Network, plan: Path, compute: Compute = "fp16") -> str:
+def problems(source: NetworkSource, variant: str, network: Network, plan: Path, compute: Compute = "fp16") -> str:
     with pytest.raises(BuildError) as caught:
         prove(source, variant, compute, network, plan, fused=True, readable=True)
     return str(caught.value)
@@ -61,7 +61,7 @@ def test_what_is_asked_for() -> None:
     }
 
 
-def test_a_plan_that_is_as_it_should_be_passes(step: Callable[[str], Source], tmp_path: Path) -> None:
+def test_a_plan_that_is_as_it_should_be_passes(step: Callable[[str], NetworkSource], tmp_path: Path) -> None:
     source = step("int8")
     plan = plan_of(tmp_path / "plan", source.weight_bytes + 50_000)
     proof = prove(source, "int8", "fp16", expected_network(source.model), plan, fused=True, readable=True)
@@ -71,7 +71,7 @@ def test_a_plan_that_is_as_it_should_be_passes(step: Callable[[str], Source], tm
 
 
 @pytest.mark.parametrize("variant", ["fp16", "w8", "w4", "int8", "fp8"])
-def test_a_network_of_float32_is_found(step: Callable[[str], Source], tmp_path: Path, variant: str) -> None:
+def test_a_network_of_float32_is_found(step: Callable[[str], NetworkSource], tmp_path: Path, variant: str) -> None:
     """What a tool that sets the flags of weak typing would build."""
     source = step(variant)
     expected = expected_network(source.model)
@@ -81,7 +81,7 @@ def test_a_network_of_float32_is_found(step: Callable[[str], Source], tmp_path: 
     assert "float32 x float32" in text
 
 
-def test_a_graph_that_was_never_quantised_is_found(step: Callable[[str], Source], tmp_path: Path) -> None:
+def test_a_graph_that_was_never_quantised_is_found(step: Callable[[str], NetworkSource], tmp_path: Path) -> None:
     """Graph and network agree, and neither is what was asked for."""
     source = step("fp16")
     plan = plan_of(tmp_path / "plan", source.weight_bytes)
@@ -89,7 +89,7 @@ def test_a_graph_that_was_never_quantised_is_found(step: Callable[[str], Source]
     assert "0 of 17 products are int8 x int8; there are 17 float16 x float16" in text
 
 
-def test_weights_that_are_not_dequantised_count_as_floats(step: Callable[[str], Source]) -> None:
+def test_weights_that_are_not_dequantised_count_as_floats(step: Callable[[str], NetworkSource]) -> None:
     """A product whose weight is a float beside activations that are quantised is no product of 8 bits."""
     source = step("int8")
     node = next(n for n in source.model.graph if n.op_type == "Gemm")
@@ -98,7 +98,7 @@ def test_weights_that_are_not_dequantised_count_as_floats(step: Callable[[str], 
     assert expected_network(source.model).products == {"int8 x int8": 16, "int8 x float16": 1}
 
 
-def test_attention_in_another_type_is_found(step: Callable[[str], Source], tmp_path: Path) -> None:
+def test_attention_in_another_type_is_found(step: Callable[[str], NetworkSource], tmp_path: Path) -> None:
     source = step("fp16")
     network = replace(expected_network(source.model), attention=Counter({"float32": 4}))
     text = problems(source, "fp16", network, plan_of(tmp_path / "plan", source.weight_bytes))
@@ -106,7 +106,7 @@ def test_attention_in_another_type_is_found(step: Callable[[str], Source], tmp_p
     assert "0 of 4" not in text
 
 
-def test_a_cache_that_is_copied_is_found(step: Callable[[str], Source], tmp_path: Path) -> None:
+def test_a_cache_that_is_copied_is_found(step: Callable[[str], NetworkSource], tmp_path: Path) -> None:
     source = step("fp16")
     network = replace(expected_network(source.model), caches=frozenset({"self_key_0", "self_value_0", "self_key_1"}))
     text = problems(source, "fp16", network, plan_of(tmp_path / "plan", source.weight_bytes))
@@ -115,7 +115,7 @@ def test_a_cache_that_is_copied_is_found(step: Callable[[str], Source], tmp_path
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_weights_in_numbers_of_another_size_are_found(
-    step: Callable[[str], Source], tmp_path: Path, factor: float
+    step: Callable[[str], NetworkSource], tmp_path: Path, factor: float
 ) -> None:
     """On a model that is large enough: 16 MB of weights."""
     source = step("fp16")
@@ -125,13 +125,15 @@ def test_weights_in_numbers_of_another_size_are_found(
     assert f"its weights take {factor * source.weight_bytes / 1e6:,.2f} MB, and the graph's" in text
 
 
-def test_more_kernels_are_not_more_weights(step: Callable[[str], Source], tmp_path: Path) -> None:
+def test_more_kernels_are_not_more_weights(step: Callable[[str], NetworkSource], tmp_path: Path) -> None:
     source = step("fp16")
     plan = plan_of(tmp_path / "plan", source.weight_bytes, text=9_000_000)
     prove(source, "fp16", "fp16", expected_network(source.model), plan, fused=True, readable=True)
 
 
-def test_a_plan_that_cannot_be_read_is_not_judged_by_its_size(step: Callable[[str], Source], tmp_path: Path) -> None:
+def test_a_plan_that_cannot_be_read_is_not_judged_by_its_size(
+    step: Callable[[str], NetworkSource], tmp_path: Path
+) -> None:
     """TensorRT's own plans hold compiled kernels."""
     source = step("fp16")
     plan = plan_of(tmp_path / "plan", 9 * source.weight_bytes)
@@ -139,7 +141,7 @@ def test_a_plan_that_cannot_be_read_is_not_judged_by_its_size(step: Callable[[st
     assert proof.stored_bytes is None
 
 
-def test_all_that_is_wrong_is_told_at_once(step: Callable[[str], Source], tmp_path: Path) -> None:
+def test_all_that_is_wrong_is_told_at_once(step: Callable[[str], NetworkSource], tmp_path: Path) -> None:
     source = step("fp16")
     network = Network(products=Counter(), attention=Counter(), caches=frozenset())
     text = problems(source, "fp16", network, plan_of(tmp_path / "plan", 9_000_000))
@@ -165,7 +167,7 @@ def test_a_pass_that_forgets_the_types_is_found_by_a_real_build(
     def never(bundle: Bundle, file: str, *_: object) -> tuple[ir.Model, dict[str, str]]:
         return ir.load(bundle.variant_path("fp32") / file), {}
 
-    monkeypatch.setattr("tfm_export.trt.source._derive", never)
-    monkeypatch.setattr("tfm_export.trt.source.check_profiles", lambda *_: None)
+    monkeypatch.setattr("tfm_export.trt.network_source._derive", never)
+    monkeypatch.setattr("tfm_export.trt.network_source.check_profiles", lambda *_: None)
     with unchanged(bundle), pytest.raises(BuildError, match="encoder is not what was asked for: 0 of"):
         build(bundle, variant="fp16")

@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from reference_model import load_checkpoint, save_checkpoint
+from tests.once import Once
 from tests.quantize.test_stage import WORDS, spread_feed_forwards
 from tests.runtime.drive import whole_target
 from tests.trt.conftest import Told, build
@@ -19,13 +20,14 @@ from tfm_export.engines import read_engine
 from tfm_export.errors import BuildError, BundleError, NumericError, ParityError
 from tfm_export.export.variant import write_fp32_variant
 from tfm_export.graph_files import RANGES, read_ranges, write_ranges
+from tfm_export.passes.recipe import Recipe, layer_names
 from tfm_export.quantize import QuantizeOptions, quantize_bundle
-from tfm_export.quantize.calibration import decode_traces, observe, thresholds
-from tfm_export.quantize.variant import Recipe, layer_names, write_variant
-from tfm_export.runtime.onnx_runtime import OnnxModel
-from tfm_export.trt import source as trt_source
+from tfm_export.quantize.calibration import decode_samples, observe, thresholds
+from tfm_export.quantize.variant import write_variant
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+from tfm_export.trt import network_source
+from tfm_export.trt.network_source import NetworkSource, derive_sources, write_sources
 from tfm_export.trt.options import EngineOptions
-from tfm_export.trt.source import Source, derive_sources, write_sources
 from tfm_export.trt.stage import resolve_limits
 from tfm_export.trt.twin import compiled_model
 
@@ -35,10 +37,14 @@ G2P = Path(__file__).parents[2] / "examples" / "g2p" / "g2p.pt"
 
 
 @pytest.fixture(scope="module")
-def outliers(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def outliers(tiny_checkpoint: Path, once: Once) -> Bundle:
     """A tiny model with activations of 1e5 in its feed-forwards, as w8 and int8; the layers that read them are fp32."""
-    path = tmp_path_factory.mktemp("outliers") / "tfm_bundle"
-    model = load_checkpoint(tiny_checkpoint).model
+    path = once("outliers", lambda folder: write_outliers(tiny_checkpoint, folder))
+    return Bundle.open(path, check_hashes=False)
+
+
+def write_outliers(checkpoint: Path, path: Path) -> None:
+    model = load_checkpoint(checkpoint).model
     spread_feed_forwards(model)
     manifest = Manifest(
         dimensions=write_fp32_variant(model, path / "onnx" / "fp32"),
@@ -48,7 +54,7 @@ def outliers(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
         variants={"fp32": {}, "int8": {}, "w8": {}},
     )
     bundle = Bundle(path, manifest)
-    observed = observe(bundle, decode_traces(bundle, SOURCES, beam_size=1, max_length=8, threads=1), threads=1)
+    observed = observe(bundle, decode_samples(bundle, SOURCES, beam_size=1, max_length=8, threads=1), threads=1)
     ranges = {name: o.largest for name, o in observed.items()}
     assert max(ranges.values()) > 65504
     skip = frozenset(name for name in layer_names(bundle.variant_path("fp32")) if name.endswith("contract"))
@@ -56,20 +62,20 @@ def outliers(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
         (path / "onnx" / name).mkdir()
         recipe = Recipe(precision=name, skip=skip, ranges=ranges, thresholds=thresholds(observed, "max"))
         write_variant(bundle.variant_path("fp32"), path / "onnx" / name, recipe)
-    return bundle
+    bundle.save()
 
 
-def sources_of(bundle: Bundle, variant: str) -> list[Source]:
+def sources_of(bundle: Bundle, variant: str) -> list[NetworkSource]:
     options = EngineOptions(variant=variant, max_beam_size=2)
     return derive_sources(bundle, variant, "fp16", resolve_limits(bundle, options), [48])
 
 
 @contextmanager
-def compiled(bundle: Bundle, sources: list[Source], folder: Path, *, head_size: int = 16) -> Iterator[OnnxModel]:
+def compiled(bundle: Bundle, sources: list[NetworkSource], folder: Path) -> Iterator[OnnxModel]:
     """What TensorRT is given, on the CPU."""
     folder.mkdir(exist_ok=True)
     write_sources(sources, folder)
-    with compiled_model(bundle, sources, folder, compute="fp16", head_size=head_size, threads=1) as model:
+    with compiled_model(bundle, sources, folder, compute="fp16", threads=1) as model:
         yield model
 
 
@@ -98,7 +104,7 @@ def test_without_their_ranges_the_graphs_that_would_be_compiled_overflow(
     outliers: Bundle, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The twin rounds to infinity as float16 does, and no integer hides it."""
-    monkeypatch.setattr(trt_source, "read_ranges", lambda _: dict.fromkeys(read_ranges_of(outliers, variant), 1.0))
+    monkeypatch.setattr(network_source, "read_ranges", lambda _: dict.fromkeys(read_ranges_of(outliers, variant), 1.0))
     with (
         compiled(outliers, sources_of(outliers, variant), tmp_path / "engine") as model,
         pytest.raises(NumericError, match="not finite"),

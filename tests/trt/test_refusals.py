@@ -17,7 +17,7 @@ from tfm_export.bundle import Bundle
 from tfm_export.errors import BuildError
 from tfm_export.graph_files import read_graph
 from tfm_export.passes.linears import add_initializer
-from tfm_export.trt import source as source_module
+from tfm_export.trt import network_source
 from tfm_export.trt.flavor import Flavor
 from tfm_export.trt.refusals import check_graph, check_warnings
 
@@ -26,7 +26,7 @@ from tfm_export.trt.refusals import check_graph, check_warnings
 def step(export_configuration: Callable[[str], Exported]) -> ir.Model:
     """A decoder step with a fixed capacity."""
     model = read_graph(export_configuration("paper").folder / graph.DECODER_STEP)
-    return source_module._with_capacity(model, 16)
+    return network_source._with_capacity(model, 16)
 
 
 def attention_of(model: ir.Model) -> ir.Node:
@@ -111,7 +111,7 @@ def test_warnings_that_something_is_left_out_are_errors() -> None:
 @pytest.mark.usefixtures("rtx")
 def test_the_parser_does_ignore_it_and_the_network_tells(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the first line of defence gone, the second holds. If the parser learns to read it, this test says so."""
-    derive = source_module._derive
+    derive = network_source._derive
 
     def with_lengths(bundle: Bundle, file: str, *arguments: Any) -> tuple[ir.Model, dict[str, str]]:
         model, kept = derive(bundle, file, *arguments)
@@ -122,8 +122,8 @@ def test_the_parser_does_ignore_it_and_the_network_tells(bundle: Bundle, monkeyp
             attention_of(model).replace_input_with(6, lengths)
         return model, kept
 
-    monkeypatch.setattr(source_module, "_derive", with_lengths)
-    monkeypatch.setattr(source_module, "check_graph", lambda *_: None)
+    monkeypatch.setattr(network_source, "_derive", with_lengths)
+    monkeypatch.setattr(network_source, "check_graph", lambda *_: None)
     with pytest.raises(BuildError, match="encoder: TensorRT's parser ignores the input lengths"):
         build(bundle, variant="fp16")
 

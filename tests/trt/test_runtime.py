@@ -21,7 +21,7 @@ from tests.trt.test_stage import bundle_of
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.engines import read_engine
-from tfm_export.runtime.tensorrt_model import TensorRTModel
+from tfm_export.runtime.gpu.tensorrt_model import TensorRTModel
 from tfm_export.runtime.torch_model import TorchModel
 from tfm_export.trt.flavor import Flavor
 

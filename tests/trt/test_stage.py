@@ -25,7 +25,7 @@ from tfm_export.errors import BuildError, BundleError, ParityError
 from tfm_export.graph_files import RANGES, WeightsFile, read_graph
 from tfm_export.precision import PRECISIONS
 from tfm_export.trt import builder
-from tfm_export.trt.flavor import LEAST_CAPABILITY_RTX, Flavor
+from tfm_export.trt.flavor import Flavor, least_capability
 from tfm_export.trt.options import EngineOptions
 from tfm_export.trt.stage import draw_blueprint
 
@@ -77,7 +77,7 @@ QUICK = {"fp32", "bf16", "int8", "fp8"}
 def test_every_precision_is_built_and_proven(rtx: Flavor, bundle: Bundle, variant: str) -> None:
     record = build(bundle, variant=variant)
     check_proofs(record, bundle, ASKED[variant])
-    least = LEAST_CAPABILITY_RTX.get(variant, "0.0")
+    least = least_capability("rtx", variant) or "0.0"
     assert set(record.compute_capabilities) == {c for c in ("8.0", "8.6", "8.9", "12.0") if float(c) >= float(least)}
     assert record.attention == ("decomposed" if variant == "fp32" else "fused")
     assert (record.flavor, record.flavor_version) == ("rtx", rtx.version)
@@ -104,7 +104,7 @@ def test_an_encoder_of_int8_is_built_and_proven_as_one(bundle: Bundle) -> None:
 @pytest.mark.parametrize("target", ["7.5", "8.0", "8.6", "8.9", "12.0", "12.1"])
 def test_the_matrix_of_precisions_and_gpus(bundle: Bundle, variant: str, compute: str, target: str) -> None:
     """Every pair is built and proven, or refused before the build because the builder would not have it."""
-    least = max((LEAST_CAPABILITY_RTX.get(name, "0.0") for name in (variant, compute)), key=float)
+    least = max((least_capability("rtx", name) or "0.0" for name in (variant, compute)), key=float)
     if float(target) < float(least):
         with unchanged(bundle), pytest.raises(BuildError, match=f"needs compute capability {least}"):
             build(bundle, variant=variant, compute=compute, compute_capabilities=(target,))
@@ -118,7 +118,7 @@ def test_the_matrix_of_precisions_and_gpus(bundle: Bundle, variant: str, compute
 @pytest.mark.parametrize("target", ["7.5", "8.0", "8.6", "8.9", "12.0", "12.1"])
 @pytest.mark.parametrize("variant", ["fp32", "fp16", "bf16"])
 def test_the_matrix_of_floats_and_gpus(bundle: Bundle, variant: str, target: str) -> None:
-    if float(target) < float(LEAST_CAPABILITY_RTX.get(variant, "0.0")):
+    if float(target) < float(least_capability("rtx", variant) or "0.0"):
         with pytest.raises(BuildError, match="needs compute capability"):
             build(bundle, variant=variant, compute_capabilities=(target,))
         return
@@ -134,7 +134,7 @@ def test_what_is_refused_is_what_the_builder_cannot_build(
     bundle: Bundle, variant: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the refusal TensorRT-RTX fails: not one pair is refused that it could build."""
-    monkeypatch.setattr("tfm_export.trt.flavor.LEAST_CAPABILITY_RTX", {})
+    monkeypatch.setattr("tfm_export.trt.flavor.least_capability", lambda *_: None)
     with unchanged(bundle), pytest.raises(BuildError, match=r"TensorRT-RTX .* could not build"):
         build(bundle, variant=variant, compute_capabilities=(target,))
 
@@ -267,13 +267,12 @@ def test_too_small_a_workspace_fails_with_what_tensorrt_says(bundle: Bundle) -> 
 def test_graphs_that_decode_otherwise_leave_no_engine(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass that gets a scale wrong: every layer has its type and its size, and only decoding can tell."""
 
-    def wrong(model: ir.Model, head_size: int) -> int:
+    def wrong(model: ir.Model, head_size: int, padded: int) -> None:  # noqa: ARG001 (as the pass has them)
         for node in model.graph:
             if node.op_type == "Attention":
                 node.attributes["scale"] = ir.AttrFloat32("scale", 0.01)
-        return head_size
 
-    monkeypatch.setattr("tfm_export.trt.source.pad_heads", wrong)
+    monkeypatch.setattr("tfm_export.trt.network_source.pad_heads", wrong)
     with unchanged(bundle), pytest.raises(ParityError, match="inputs agree") as caught:
         build(bundle, variant="fp16", verify=True)
     assert caught.value.exit_code == 3

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from tfm_export.decoding import Hypothesis
-from tfm_export.precision import Tolerance
 from tfm_export.verify import steps
 from tfm_export.verify.golden import BeamGolden, Golden, _beam_difference, _compare, _greedy_difference
 from tfm_export.verify.page import parity_page
@@ -29,12 +30,13 @@ def greedy(found: list[list[int]], golden: list[Golden] = GOLDEN) -> GenerationC
 
 
 def report(**changes: object) -> ParityReport:
-    tensor = TensorComparison(name="log_probs", error=2e-5, own_error=1e-5, limit=1e-4)
+    tensor = TensorComparison(name="log_probs", error=2e-5, rounding=1e-5, limit=1e-4)
     parts = {
         "variant": "fp32",
         "backend": "onnxruntime-cpu",
         "synthetic": False,
-        "tensors": [tensor],
+        "graph": [tensor],
+        "kernels": [tensor],
         "argmax_agreement": 1.0,
         "generations": [greedy(TOKENS)],
     }
@@ -87,11 +89,11 @@ def test_a_margin_that_is_not_a_number_is_no_tie() -> None:
 def test_another_beam_hypothesis_is_a_tie_if_its_score_is_level(score: float, tie: bool) -> None:
     golden = [replace(GOLDEN[0], beam=BeamGolden(tokens=[5, 7, 2], score=-0.8))]
     found = Hypothesis(tokens=[5, 8], score=score, log_probs=None, finished=False)
-    comparison = _compare("beam 4", golden, [found], _beam_difference, 1e-4)
+    comparison = _compare("beam 4", golden, [found], partial(_beam_difference, 1.0), 1e-4)
     assert comparison.passed == tie
     different = (comparison.ties if tie else comparison.divergences)[0]
     assert (different.step, different.expected, different.found) == (1, 7, 8)
-    assert different.margin == pytest.approx(abs(score + 0.8))
+    assert different.margin == abs(score + 0.8)
 
 
 def test_comparing_nothing_fails() -> None:
@@ -101,34 +103,44 @@ def test_comparing_nothing_fails() -> None:
 
 
 @pytest.mark.parametrize("error", [1.1e-4, float("inf"), float("nan")])
-def test_a_tensor_beyond_its_limit_fails(error: float) -> None:
-    bad = TensorComparison(name="self_key_1", error=error, own_error=1e-5, limit=1e-4)
-    judged = report(tensors=[bad])
+@pytest.mark.parametrize(
+    ("verdict", "said"), [("graph", "the graph is not the model"), ("kernels", "onnxruntime-cpu does not compute")]
+)
+def test_a_tensor_beyond_its_limit_fails(verdict: str, said: str, error: float) -> None:
+    bad = TensorComparison(name="self_key_1", error=error, rounding=1e-5, limit=1e-4)
+    judged = report(**{verdict: [bad]})
     assert not judged.passed
-    assert "self_key_1" in judged.problems()[0]
+    assert f"self_key_1: {said}" in judged.problems()[0]
+    assert "at most 1.00e-04" in judged.problems()[0]
+
+
+def test_the_share_of_a_limit() -> None:
+    assert TensorComparison(name="x", error=2e-5, rounding=1e-5, limit=1.6e-4).share == 0.125
+    exact, wrong = (TensorComparison(name="x", error=e, rounding=0, limit=0) for e in (0.0, 1e-300))
+    assert (exact.share, exact.passed) == (0, True)
+    assert (wrong.share, wrong.passed) == (np.inf, False)
 
 
 def test_errors_that_are_not_numbers_count_as_infinite() -> None:
-    errors = {"x": 1e-6}
-    steps._note(errors, "x", np.array([1.0, np.nan]), np.array([1.0, 1.0]))
-    assert errors["x"] == np.inf
+    assert steps.distances({"x": np.array([1.0, np.nan])}, {"x": np.array([1.0, 1.0])}) == {"x": np.inf}
 
 
-def test_the_limit_is_twice_the_own_error_but_not_below_the_floor() -> None:
-    tolerance = Tolerance(times_own_error=2.0, floor=1e-4)
-    assert tolerance.limit(1e-6) == 1e-4
-    assert tolerance.limit(3e-3) == 6e-3
+def test_another_token_that_is_as_good_is_no_error() -> None:
+    log_probs = np.array([[[-1.0, -0.5, -0.5]]])
+    for ids, error in (([[[1, 2]]], 0), ([[[2, 1]]], 0), ([[[1, 0]]], 0.5)):
+        found = {"top_log_probs": np.array([[[-0.5, -0.5]]]), "top_ids": np.array(ids)}
+        assert steps.distances(found, {"log_probs": log_probs}) == {"top_log_probs": error}
 
 
 def test_the_json_tells_every_verdict() -> None:
-    state = json.loads(reports_json([report(), report(tensors=[])]))
+    state = json.loads(reports_json([report(), report(graph=[])]))
     assert state["passed"] is True
     first, second = state["variants"]
     assert first["passed"] is True
-    assert first["tensors"][0]["passed"] is True
+    assert first["graph"][0]["passed"] is first["kernels"][0]["passed"] is True
     assert first["generations"][0]["passed"] is True
     assert first["generations"][0]["identical"] == 3
-    assert second["tensors"] == []
+    assert second["graph"] == []
     bad = report(generations=[greedy([[9], *TOKENS[1:]])])
     state = json.loads(reports_json([report(), bad]))
     assert [state["passed"], *(v["passed"] for v in state["variants"])] == [False, True, False]
@@ -144,3 +156,19 @@ def test_the_page_shows_the_verdict_and_escapes_texts() -> None:
     assert "<script>" not in page
     assert "log_probs" in page
     assert "FAILED" not in parity_page([report()], "Parity")
+
+
+def test_a_limit_that_is_no_number_accepts_nothing() -> None:
+    judged = TensorComparison(name="log_probs", error=1e-9, rounding=math.inf, limit=math.inf)
+    assert not judged.passed
+    assert judged.share == math.inf
+    exact = TensorComparison(name="log_probs", error=0.0, rounding=0.0, limit=0.0)
+    assert exact.passed
+    assert exact.share == 0
+
+
+def test_the_hint_tells_who_is_wrong() -> None:
+    bad = TensorComparison(name="log_probs", error=1.0, rounding=1e-6, limit=1e-5)
+    assert "report this" in report(graph=[bad], kernels=[bad]).hint
+    assert "pip install --upgrade onnxruntime" in report(kernels=[bad]).hint
+    assert "--checkpoint" in report(generations=[greedy([[9, 6, 2], *TOKENS[1:]])]).hint

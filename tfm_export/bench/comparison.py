@@ -19,8 +19,8 @@ class CellVerdict:
         variant: the precision.
         batch: sentences decoded together.
         beam: hypotheses a sentence.
-        before: seconds of a generation, the median.
-        after: likewise.
+        before: seconds of a generation in the earlier run, the median.
+        after: seconds of a generation in this run, the median.
         verdict: "faster" or "slower" where the middle halves of the two runs do not overlap and the medians are more
             than `NOISE` apart; "same" otherwise.
     """

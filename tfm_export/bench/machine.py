@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from tfm_export.runtime.cpu import cpu_features
+from tfm_export.runtime.cpu.processor import cpu_features
 
 PACKAGES = ("tfm-export", "numpy", "onnxruntime", "onnxruntime-gpu")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,8 @@ from tfm_export.bench.result import BenchResult, Cell, Loading, split_draft
 from tfm_export.bundle import GOLDEN, Bundle
 from tfm_export.errors import BundleError, RequestError
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime.backends import candidates
+from tfm_export.progress import Progress
+from tfm_export.runtime.backends import backend_choices
 from tfm_export.runtime.threads import usable_cpus
 from tfm_export.verify import read_golden
 
@@ -77,7 +78,7 @@ class _Worker(MeasuredProcess):
         super().__init__(variant, command, pause=SECONDS_TO_CALM_DOWN)
 
 
-def bench_bundle(bundle: Bundle, options: BenchOptions, progress: Callable[[str], None]) -> BenchResult:
+def bench_bundle(bundle: Bundle, options: BenchOptions, progress: Progress) -> BenchResult:
     """Measure a bundle on this machine.
 
     Args:
@@ -125,7 +126,7 @@ def _variants(bundle: Bundle, options: BenchOptions) -> list[str]:
         return [name for name in bundle.manifest.variants if PRECISIONS[name].runs_on_cpu]
     for name in options.variants:
         variant, draft = split_draft(name)
-        for way in candidates(bundle, device="cpu", variant=variant, draft=draft):
+        for way in backend_choices(bundle, device="cpu", variant=variant, draft=draft):
             way.check(bundle)
     return list(options.variants)
 

@@ -20,7 +20,7 @@ class MeasuredProcess:
         loaded: what it answered first, before anything was asked.
 
     Args:
-        name: see above.
+        name: of what is measured, for people.
         command: the program and its arguments.
         pause: seconds before each request: threads of the process that computed before spin for a while when they run
             out of work.

@@ -28,7 +28,7 @@ class Loading:
     """What it takes to begin.
 
     Attributes:
-        variant: the precision; see `split_draft`.
+        variant: the precision, as "fp32+w8" with that of a draft model.
         backend: what runs it.
         provider: what ONNX Runtime really uses, or the engine's name.
         threads: an operator may use.

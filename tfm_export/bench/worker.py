@@ -18,10 +18,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepModel, StepOutput
+from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepModel, StepOutput, WrappedModel
 
 
-class TimedModel:
+class TimedModel(WrappedModel):
     """Passes everything on, and notes when each step is over.
 
     Attributes:
@@ -29,18 +29,12 @@ class TimedModel:
     """
 
     def __init__(self, model: StepModel) -> None:
-        self._model = model
-        self.dimensions, self.limits, self.gives_attention = model.dimensions, model.limits, model.gives_attention
-        self.refill_at = model.refill_at
+        super().__init__(model)
         self.ends: list[float] = []
 
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> Sentences:
         """Encode; the steps of what comes back are timed."""
-        return _TimedSentences(self._model.encode(source_ids, source_mask, capacity=capacity), self.ends)
-
-    def close(self) -> None:
-        """Close the model."""
-        self._model.close()
+        return _TimedSentences(super().encode(source_ids, source_mask, capacity=capacity), self.ends)
 
 
 class _TimedSentences:
@@ -52,9 +46,7 @@ class _TimedSentences:
         self._ends.append(time.perf_counter())
         return output
 
-    def step_greedily(
-        self, *arrays: Any, until: Callable[[list[int]], bool], **options: Any
-    ) -> tuple[Ids, Floats] | None:
+    def step_greedily(self, *arrays: Any, until: Callable[[list[int]], bool], **options: Any) -> tuple[Ids, Floats]:
         begun = len(self._ends)
 
         def timed(tokens: list[int]) -> bool:
@@ -62,7 +54,7 @@ class _TimedSentences:
             return until(tokens)
 
         found = self._sentences.step_greedily(*arrays, until=timed, **options)
-        if found is not None and len(self._ends) - begun < found[0].shape[1]:  # nobody asks after the last step
+        if len(self._ends) - begun < found[0].shape[1]:  # nobody asks after the last step
             self._ends.append(time.perf_counter())
         return found
 
@@ -139,9 +131,9 @@ def serve(settings: dict[str, Any], start: float) -> None:
         load_seconds=load_seconds,
         first_seconds=first,
         loaded_megabytes=loaded,
-        threads=getattr(step_model, "threads", 0),
+        threads=step_model.capabilities.threads or 0,
         backend=type(step_model).__name__,
-        provider=getattr(step_model, "provider", "CPUExecutionProvider"),
+        provider="CPUExecutionProvider",
     )
     for line in sys.stdin:
         answer(**decode(**json.loads(line)))

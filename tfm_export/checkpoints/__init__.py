@@ -6,26 +6,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tfm_export.checkpoints import reference
 from tfm_export.checkpoints.adapted import Factory, read_adapter, read_weights
 from tfm_export.checkpoints.adapter import Adapter, AdapterConfig, Cache, attend, slot_positions
-from tfm_export.checkpoints.draft import Draft, Fact
 from tfm_export.checkpoints.files import read_contents
-from tfm_export.checkpoints.recognise import draft_model
+from tfm_export.checkpoints.partial import Fact, PartialCheckpoint
+from tfm_export.checkpoints.recognise import recognise_checkpoint
 from tfm_export.checkpoints.settings import check_settings, read_settings
 from tfm_export.checkpoints.source_model import SourceModel
-from tfm_export.errors import CheckpointError
 
 __all__ = [
     "Adapter",
     "AdapterConfig",
     "Cache",
-    "Draft",
     "Fact",
     "Factory",
+    "PartialCheckpoint",
     "SourceModel",
     "attend",
-    "draft_checkpoint",
+    "inspect_checkpoint",
     "read_adapter",
     "read_checkpoint",
     "read_settings",
@@ -45,20 +43,14 @@ def read_checkpoint(path: str | Path, settings: Mapping[str, Any] | None = None)
     Raises:
         CheckpointError: the file is missing, damaged, unsafe, of no known format, or does not describe a whole model.
     """
-    found = draft_checkpoint(path, settings)
-    return found if isinstance(found, SourceModel) else found.finish()
+    return inspect_checkpoint(path, settings).finish()
 
 
-def draft_checkpoint(path: str | Path, settings: Mapping[str, Any] | None = None) -> Draft | SourceModel:
-    """What a checkpoint tells, whole or not: a draft with what is missing; the model itself of our own format.
+def inspect_checkpoint(path: str | Path, settings: Mapping[str, Any] | None = None) -> PartialCheckpoint:
+    """What a checkpoint tells, whole or not.
 
     Raises:
         CheckpointError: the file is missing, damaged, unsafe or of no known format.
     """
-    path, given = Path(path), check_settings(settings or {}, "the settings")
-    contents = read_contents(path)
-    if not reference.recognises(contents.state):
-        return draft_model(contents, given)
-    if given:
-        raise CheckpointError(f"{path} says everything itself: {', '.join(given)} would have no effect", "leave it out")
-    return reference.read(contents.state, path)
+    given = check_settings(settings or {}, "the settings")
+    return recognise_checkpoint(read_contents(Path(path)), given)

@@ -12,22 +12,20 @@ from torch import Tensor
 from tfm_export.bundle import GenerationDefaults, SpecialIds
 from tfm_export.checkpoints.adapter import Adapter, AdapterConfig
 from tfm_export.checkpoints.files import read_contents
+from tfm_export.checkpoints.partial import DECODING, SPECIAL_IDS, value_problems
 from tfm_export.checkpoints.settings import SETTINGS, check_settings, how_to_say
 from tfm_export.checkpoints.source_model import SourceModel
 from tfm_export.checkpoints.vocabularies import given_vocabulary
 from tfm_export.checkpoints.wrapping import find_weights
-from tfm_export.decoding import DecodeOptions
-from tfm_export.errors import CheckpointError, RequestError
+from tfm_export.errors import CheckpointError
 
 # Makes the adapter of a checkpoint's path.
 Factory = Callable[[Path], Adapter]
 NEEDED = ("pad", "bos", "eos")
-OF_IDS = ("unk", "source_starts_with_bos", "source_ends_with_eos")
-OF_DECODING = ("beam_size", "length_penalty")
 OF_TOKENS = tuple(
     f"{side}_{kind}" for side in ("source", "target") for kind in ("tokens", "dictionary", "subwords", "split")
 )
-TAKEN = (*NEEDED, *OF_IDS, *OF_DECODING, *OF_TOKENS, "dictionary_format", "lowercase")
+TAKEN = (*SPECIAL_IDS, *DECODING, *OF_TOKENS, "dictionary_format", "lowercase")
 
 
 def read_weights(path: str | Path, place: str | None = None) -> dict[str, Tensor]:
@@ -76,10 +74,8 @@ def read_adapter(path: str | Path, factory: Factory, settings: Mapping[str, Any]
     return SourceModel(
         path=path,
         model=adapter,
-        special_ids=SpecialIds(
-            **{"source_ends_with_eos": False, **{name: given[name] for name in (*NEEDED, *OF_IDS) if name in given}}
-        ),
-        generation=_generation(path, given, adapter.config),
+        special_ids=SpecialIds(**{"source_ends_with_eos": False, **_chosen(given, *SPECIAL_IDS)}),
+        generation=GenerationDefaults(max_length=config.max_target_length, **_chosen(given, *DECODING)),
         tokenizer=given_vocabulary(path, given, config, "lines"),
         settings=given,
         notes=notes,
@@ -89,14 +85,11 @@ def read_adapter(path: str | Path, factory: Factory, settings: Mapping[str, Any]
 def _setting_problems(given: dict[str, Any], config: AdapterConfig) -> list[str]:
     problems = [f"{name} has no effect on an adapter" for name in given if name not in TAKEN]
     problems += [f"{name} is missing: {SETTINGS[name].question}" for name in NEEDED if name not in given]
-    sizes = {"source": config.source_vocabulary_size, "target": config.target_vocabulary_size}
-    places = {"pad": "source", "bos": "target", "eos": "target", "unk": "target"}
-    problems += [
-        f"{name} id {given[name]} is outside the {side} vocabulary of {sizes[side]}"
-        for name, side in places.items()
-        if name in given and not 0 <= given[name] < sizes[side]
-    ]
-    return problems
+    return [*problems, *value_problems(config, _chosen(given, *SPECIAL_IDS, *DECODING))]
+
+
+def _chosen(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: given[name] for name in names if name in given}
 
 
 def _hint(given: dict[str, Any]) -> str:
@@ -157,14 +150,3 @@ def _shape_problems(adapter: Adapter) -> list[str]:
 
 def _shape(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _generation(path: Path, given: dict[str, Any], config: AdapterConfig) -> GenerationDefaults:
-    values = {name: given[name] for name in OF_DECODING if name in given}
-    try:
-        DecodeOptions(**values)
-    except RequestError as error:
-        raise CheckpointError(
-            [f"{path}: {problem}" for problem in error.problems], "other decoding defaults"
-        ) from error
-    return GenerationDefaults(max_length=config.max_target_length, **values)

@@ -29,7 +29,7 @@ class AdapterConfig:
         heads: H, of keys and values; fewer than of queries where these share them.
         head_size: D.
         max_length: the longest source that the model takes, end token included.
-        max_target_length: the same of targets.
+        max_target_length: the longest target that it gives, end token included.
 
     Raises:
         ValueError: naming every field that is not a positive integer.
@@ -133,8 +133,8 @@ class Adapter(nn.Module):
         Args:
             target_ids: int64 [B, Q].
             positions: int64 [B, Q], from 0.
-            self_mask: bool [B, 1, Q, C], the cache's slots that each token sees, its own too. Slots are no positions;
-                see `slot_positions`.
+            self_mask: bool [B, 1, Q, C], the cache's slots that each token sees, its own too. A slot's number is not
+                its token's position, which `slot_positions` gives.
             source_mask: bool [B, 1, Q, S].
             cache: takes this step's keys and values, and gives all of them.
             cross: what `cross_keys_values` gave.

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tfm_export.checkpoints.draft import Draft, find_prefix, same, without_prefix
 from tfm_export.checkpoints.files import Contents
 from tfm_export.checkpoints.key_map import KeyMap
+from tfm_export.checkpoints.partial import PartialCheckpoint, find_prefix, same, without_prefix
 from tfm_export.checkpoints.position_tables import place_tables
 from tfm_export.checkpoints.wrapping import Weights
 
@@ -28,13 +28,13 @@ TOLD = {
 }
 
 
-def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> Draft | None:
+def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> PartialCheckpoint | None:
     """What such a file tells; None if it is another one."""
     prefix = find_prefix(weights.tensors, SIGNATURE)
     if prefix is None:
         return None
     tensors, notes = without_prefix(weights.tensors, prefix)
-    found = Draft(contents.path, FORMAT, KeyMap(tensors), settings, notes=notes)
+    found = PartialCheckpoint(contents.path, FORMAT, KeyMap(tensors), settings, notes=notes)
     for name, value in TOLD.items():
         found.know(name, value, LAYOUT)
     _sizes(found)
@@ -45,7 +45,7 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
     return found
 
 
-def _sizes(found: Draft) -> None:
+def _sizes(found: PartialCheckpoint) -> None:
     keys, shapes = found.keys, "the shapes"
     tables = {"source": "src_embed.0.lut.weight", "target": "tgt_embed.0.lut.weight"}
     for side, name in tables.items():
@@ -62,7 +62,7 @@ def _sizes(found: Draft) -> None:
     found.infer("tie_projection", same([target, projection]), "comparing the tables")
 
 
-def _place(found: Draft) -> None:
+def _place(found: PartialCheckpoint) -> None:
     keys = found.keys
     place_tables(
         found,

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tfm_export.checkpoints.draft import Draft, find_prefix, same, without_prefix
 from tfm_export.checkpoints.files import Contents
 from tfm_export.checkpoints.key_map import KeyMap, rows
+from tfm_export.checkpoints.partial import PartialCheckpoint, find_prefix, same, without_prefix
 from tfm_export.checkpoints.position_tables import place_tables
 from tfm_export.checkpoints.sinusoids import by_half, by_half_of_tensor2tensor
 from tfm_export.checkpoints.wrapping import Weights
@@ -36,8 +36,8 @@ class Family:
         embedding_norm: embeddings are normalised.
         positions: "table", "halves" (computed if not in the file) or "tensor2tensor" (always computed).
         first_row: the table's row of position 0; None is the one after the padding id.
-        activation: where config.json does not say.
-        scale_embedding: likewise.
+        activation: of the feed-forward, where config.json does not say.
+        scale_embedding: multiply embeddings by sqrt(d_model), where config.json does not say.
     """
 
     norm_first: bool
@@ -66,12 +66,12 @@ FAMILIES = {
 }
 
 
-def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> Draft:
+def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> PartialCheckpoint:
     """What such a folder tells."""
     family = FAMILIES[contents.config["model_type"]]
     tensors, notes = without_prefix(weights.tensors, find_prefix(weights.tensors, SIGNATURE) or "")
     name = f"a Hugging Face model of type {contents.config['model_type']}"
-    found = Draft(contents.path, name, KeyMap(tensors), settings, notes=notes)
+    found = PartialCheckpoint(contents.path, name, KeyMap(tensors), settings, notes=notes)
     if SIGNATURE not in tensors:
         found.problems.append(f"missing: {SIGNATURE}, by which this layout is told")
         return found
@@ -86,7 +86,7 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
     return found
 
 
-def _tell(found: Draft, config: Mapping[str, Any], family: Family) -> None:
+def _tell(found: PartialCheckpoint, config: Mapping[str, Any], family: Family) -> None:
     keys = found.keys
     found.infer("d_model", keys.size(SIGNATURE, 1), SHAPES)
     found.infer("d_ff", keys.size("encoder.layers.0.fc1.weight", 0), SHAPES)
@@ -108,7 +108,7 @@ def _tell(found: Draft, config: Mapping[str, Any], family: Family) -> None:
         found.know("heads", heads.pop(), CONFIG)
 
 
-def know_activation(found: Draft, theirs: str) -> None:
+def know_activation(found: PartialCheckpoint, theirs: str) -> None:
     """Note the activation by our name; one that has none is a problem."""
     if theirs in ACTIVATIONS:
         found.know("activation", ACTIVATIONS[theirs], CONFIG)
@@ -116,7 +116,7 @@ def know_activation(found: Draft, theirs: str) -> None:
         found.problems.append(f"activation {theirs!r} is not known; known are {', '.join(ACTIVATIONS)}")
 
 
-def _tables(found: Draft, config: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+def _tables(found: PartialCheckpoint, config: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     """The names of the embeddings and the projection, and which of them are one."""
     own = {"source": "encoder.embed_tokens.weight", "target": "decoder.embed_tokens.weight"}
     return find_tables(
@@ -135,7 +135,13 @@ def untied(config: Mapping[str, Any]) -> bool:
 
 
 def find_tables(
-    found: Draft, own: Mapping[str, str], shared: str, projection: str, *, untied: bool = False, alone: bool = False
+    found: PartialCheckpoint,
+    own: Mapping[str, str],
+    shared: str,
+    projection: str,
+    *,
+    untied: bool = False,
+    alone: bool = False,
 ) -> tuple[dict[str, str], str]:
     """Find embeddings and projection where files may leave out all but one of those that are tied.
 
@@ -167,7 +173,9 @@ def find_tables(
     return names, projection
 
 
-def _place_positions(found: Draft, config: Mapping[str, Any], family: Family, names: Mapping[str, str]) -> None:
+def _place_positions(
+    found: PartialCheckpoint, config: Mapping[str, Any], family: Family, names: Mapping[str, str]
+) -> None:
     keys = found.keys
     found.infer("positions", "learned", "the family; sinusoids are kept as a table too")
     lengths: dict[str, int] = {}
@@ -195,7 +203,7 @@ def _place_positions(found: Draft, config: Mapping[str, Any], family: Family, na
         found.infer("longest_target", lengths["target"], "its table of positions")
 
 
-def _computed(found: Draft, config: Mapping[str, Any], family: Family, length: int) -> Tensor:
+def _computed(found: PartialCheckpoint, config: Mapping[str, Any], family: Family, length: int) -> Tensor:
     width = found.value("d_model")
     if family.positions == "halves":
         return by_half(length, width)
@@ -203,8 +211,8 @@ def _computed(found: Draft, config: Mapping[str, Any], family: Family, length: i
     return by_half_of_tensor2tensor(first + length, width)[first:]
 
 
-def place_stack(found: Draft, stack: str) -> None:
-    """Put the layers and norms of a stack in their places; the draft knows norm_first and embedding_norm."""
+def place_stack(found: PartialCheckpoint, stack: str) -> None:
+    """Put the layers and norms of a stack in their places; it must know norm_first and embedding_norm."""
     keys = found.keys
     attentions = {"self_attention": "self_attn"}
     if stack == "decoder":

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from tfm_export.checkpoints.draft import Draft, same
 from tfm_export.checkpoints.files import Contents, read_json
 from tfm_export.checkpoints.key_map import KeyMap
 from tfm_export.checkpoints.opennmt import BLANK, END, START, UNKNOWN, place_layer, tell_vocabularies
+from tfm_export.checkpoints.partial import PartialCheckpoint, same
 from tfm_export.checkpoints.position_tables import DEFAULT_LENGTH, place_tables
 from tfm_export.checkpoints.wrapping import Weights
 
@@ -50,12 +50,12 @@ UNSUPPORTED_EMBEDDINGS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> Draft | None:
+def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> PartialCheckpoint | None:
     """What such a folder tells; None if it is something else."""
     model = contents.config.get("model")
     if SIGNATURE not in weights.tensors or not isinstance(model, dict):
         return None
-    found = Draft(contents.path, FORMAT, KeyMap(weights.tensors), settings)
+    found = PartialCheckpoint(contents.path, FORMAT, KeyMap(weights.tensors), settings)
     stacks = {stack: {**model, **_dictionary(model.get(stack))} for stack in ("encoder", "decoder")}
     embeddings = _dictionary(model.get("embeddings"))
     problems = [*_unsupported(embeddings, UNSUPPORTED_EMBEDDINGS)]
@@ -91,7 +91,7 @@ def _unsupported(options: Mapping[str, Any], plain: Mapping[str, tuple[Any, ...]
     ]
 
 
-def _sizes(found: Draft) -> None:
+def _sizes(found: PartialCheckpoint) -> None:
     keys = found.keys
     found.infer("d_model", keys.size(SIGNATURE, 1), SHAPES)
     found.infer("d_ff", keys.size("encoder.transformer_layers.0.mlp.gate_up_proj.weight", 0), SHAPES)
@@ -113,7 +113,7 @@ def _sizes(found: Draft) -> None:
 SIDES = {"source": "src", "target": "tgt"}
 
 
-def _tell(found: Draft, stacks: Mapping[str, Mapping[str, Any]], embeddings: Mapping[str, Any]) -> None:
+def _tell(found: PartialCheckpoint, stacks: Mapping[str, Mapping[str, Any]], embeddings: Mapping[str, Any]) -> None:
     found.know("norm_first", True, "the layout")
     found.know("final_norm", True, "the layout")
     options = stacks["encoder"]
@@ -155,7 +155,7 @@ def _tell(found: Draft, stacks: Mapping[str, Mapping[str, Any]], embeddings: Map
         found.know("max_length", DEFAULT_LENGTH, "the default: without positions there is no end")
 
 
-def _vocabulary(found: Draft, contents: Contents) -> None:
+def _vocabulary(found: PartialCheckpoint, contents: Contents) -> None:
     vocabulary = read_json(contents.files[VOCABULARY]) if VOCABULARY in contents.files else {}
     special = _dictionary(vocabulary.get("specials"))
     usual = {"pad": BLANK, "bos": START, "eos": END, "unk": UNKNOWN}
@@ -164,7 +164,7 @@ def _vocabulary(found: Draft, contents: Contents) -> None:
     tell_vocabularies(found, vocabulary, names)
 
 
-def _place(found: Draft, stack: str) -> None:
+def _place(found: PartialCheckpoint, stack: str) -> None:
     keys, bias = found.keys, None if found.value("norm") == "rms" else "bias"
     attentions = {"self_attention": ("self_attn", "input_layernorm")}
     if stack == "decoder":
@@ -187,7 +187,7 @@ def _place(found: Draft, stack: str) -> None:
     keys.norm(f"{stack}_norm", f"{stack}.layer_norm", bias=bias)
 
 
-def _ignore_scalar(found: Draft, name: str) -> None:
+def _ignore_scalar(found: PartialCheckpoint, name: str) -> None:
     """What Eole multiplies a layer's output by, in models of other kinds: 1 here."""
     scalar: Tensor | None = found.keys.tensors.get(name)
     if scalar is None:

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfm_export.checkpoints.bart import find_tables, place_stack
-from tfm_export.checkpoints.draft import Draft, find_prefix, without_prefix
 from tfm_export.checkpoints.files import Contents
 from tfm_export.checkpoints.key_map import KeyMap, rows
+from tfm_export.checkpoints.partial import PartialCheckpoint, find_prefix, without_prefix
 from tfm_export.checkpoints.position_tables import place_tables
 from tfm_export.checkpoints.sinusoids import by_half_of_tensor2tensor
 from tfm_export.checkpoints.wrapping import Weights
@@ -42,14 +42,14 @@ UNSUPPORTED = {
 }
 
 
-def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> Draft | None:
+def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> PartialCheckpoint | None:
     """What such a file tells; None if it is another one."""
     prefix = find_prefix(weights.tensors, SIGNATURE)
     arguments = _arguments(contents.state)
     if prefix is None or not (arguments or any(f"{prefix}{mark}" in weights.tensors for mark in MARKS)):
         return None
     tensors, notes = without_prefix(weights.tensors, prefix)
-    found = Draft(contents.path, FORMAT, KeyMap(tensors), settings, notes=notes, dictionary="fairseq")
+    found = PartialCheckpoint(contents.path, FORMAT, KeyMap(tensors), settings, notes=notes, dictionary="fairseq")
     found.problems += [
         f"{name} is {arguments[name]!r}, which is not supported"
         for name, plain in UNSUPPORTED.items()
@@ -82,7 +82,7 @@ def _arguments(state: Any) -> dict[str, Any]:
     return {}
 
 
-def _sizes(found: Draft) -> None:
+def _sizes(found: PartialCheckpoint) -> None:
     keys = found.keys
     found.infer("d_model", keys.size(SIGNATURE, 1), SHAPES)
     found.infer("d_ff", keys.size("encoder.layers.0.fc1.weight", 0), SHAPES)
@@ -94,7 +94,7 @@ def _sizes(found: Draft) -> None:
     found.infer("embedding_norm", "encoder.layernorm_embedding.weight" in keys, "its names")
 
 
-def _tell(found: Draft, arguments: Mapping[str, Any]) -> None:
+def _tell(found: PartialCheckpoint, arguments: Mapping[str, Any]) -> None:
     found.know("layer_norm_epsilon", 1e-5, "PyTorch's default")
     if not arguments:
         found.ask("heads", f"the file has no arguments; d_model is {found.value('d_model')}")
@@ -116,7 +116,7 @@ def _tell(found: Draft, arguments: Mapping[str, Any]) -> None:
     found.options |= {"suppress_sequences": [[PAD]], "min_decoding_length": 1}
 
 
-def _place_positions(found: Draft, arguments: Mapping[str, Any]) -> None:
+def _place_positions(found: PartialCheckpoint, arguments: Mapping[str, Any]) -> None:
     keys, lengths = found.keys, {}
     first = PAD + 1
     found.infer("positions", "learned", "the layout; sinusoids are kept as a table too")

@@ -30,7 +30,7 @@ WEIGHT_FILES = (
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
-    "model.00.safetensors",  # Eole's, and the same with the following numbers
+    "model.00.safetensors",  # Eole's first; others follow with 01, 02 ...
 )
 MOST_JSON_BYTES = 64_000_000
 MOST_COMPRESSION = 20  # what an array may unpack to, in times of its size: trained weights hardly compress
@@ -88,7 +88,7 @@ def read_file(path: Path) -> Any:
     """The contents of a file of weights: torch.save's, safetensors, an archive of numpy arrays, or an index of shards.
 
     Raises:
-        CheckpointError: see `read_contents`.
+        CheckpointError: there is no such file, it is damaged or something else, or it wants code to be executed.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist", "check the path")

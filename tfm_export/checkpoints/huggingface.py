@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfm_export.checkpoints import bart, t5
-from tfm_export.checkpoints.draft import Draft
 from tfm_export.checkpoints.files import Contents, read_json
+from tfm_export.checkpoints.partial import PartialCheckpoint
 from tfm_export.checkpoints.wrapping import Weights
 from tfm_export.errors import CheckpointError
 
-FAMILIES: dict[str, Callable[[Contents, Weights, Mapping[str, Any]], Draft]] = {
-    **dict.fromkeys(bart.FAMILIES, bart.draft),
-    **dict.fromkeys(t5.FAMILIES, t5.draft),
+FAMILIES: dict[str, Callable[[Contents, Weights, Mapping[str, Any]], PartialCheckpoint]] = {
+    **dict.fromkeys(bart.FAMILIES, bart.read),
+    **dict.fromkeys(t5.FAMILIES, t5.read),
 }
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
@@ -76,7 +76,7 @@ def _check_types(contents: Contents) -> None:
         raise CheckpointError(problems, "correct it")
 
 
-def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> Draft | None:
+def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> PartialCheckpoint | None:
     """What such a folder tells; None if it is something else.
 
     Raises:
@@ -99,7 +99,7 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
     return found
 
 
-def _special_ids(found: Draft, contents: Contents) -> None:
+def _special_ids(found: PartialCheckpoint, contents: Contents) -> None:
     wanted = {"pad": "pad_token_id", "bos": "decoder_start_token_id", "eos": "eos_token_id"}
     for name, theirs in wanted.items():
         value, origin = _setting(contents, theirs)
@@ -142,7 +142,7 @@ def _setting(contents: Contents, name: str) -> tuple[Any, str]:
     return None, CONFIG
 
 
-def _generation(found: Draft, contents: Contents) -> None:
+def _generation(found: PartialCheckpoint, contents: Contents) -> None:
     found.options["compatibility"] = "huggingface"
     for theirs, ours in SAME.items():
         value, origin = _setting(contents, theirs)
@@ -164,7 +164,7 @@ def _generation(found: Draft, contents: Contents) -> None:
             found.notes.append(f"{origin} has {name} {value!r}, which is not among the bundle's defaults")
 
 
-def _lengths(found: Draft, contents: Contents) -> None:
+def _lengths(found: PartialCheckpoint, contents: Contents) -> None:
     """Their max_length and min_length count the start token; what counts new tokens alone goes before them."""
     longest, origin = _setting(contents, "max_new_tokens")
     if longest is None:

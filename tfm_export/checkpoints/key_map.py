@@ -127,7 +127,7 @@ class KeyMap:
         self.ignored |= dict.fromkeys((key for key in keys if key in self.tensors), reason)
 
     def ignore_matching(self, patterns: Iterable[str], reason: str) -> None:
-        """The same by names in which * stands for any characters."""
+        """Say that weights are of no use, by names in which * stands for any characters."""
         for pattern in patterns:
             self.ignore(fnmatch.filter(self.tensors, pattern), reason)
 
@@ -142,14 +142,20 @@ class KeyMap:
         try:
             with torch.device("meta"):
                 expected = {name: tuple(w.shape) for name, w in Transformer(config).state_dict().items()}
-        except RuntimeError as problem:
-            return [f"the configuration has sizes that no memory holds: {problem}"]
+        except (RuntimeError, TypeError, OverflowError) as problem:
+            return [f"the configuration has sizes that no memory holds: {str(problem).splitlines()[0]}"]
         problems = list(self.problems)
         problems += _cut(
             [f"nothing in the file is {name} {list(expected[name])}" for name in expected if not self._fills(name)]
         )
         problems += self._forgotten_biases()
-        problems += [f"{name} is no part of this configuration" for name in self.placed if name not in expected]
+        problems += _cut(
+            [
+                f"{n} {list(w.shape)} is no part of this configuration"
+                for n, w in self.placed.items()
+                if n not in expected
+            ]
+        )
         problems += _cut([f"unexpected: {key} {list(self.tensors[key].shape)}" for key in self.unused()])
         checked: set[int] = set()
         for name, weight in self.placed.items():
@@ -239,7 +245,7 @@ def _problem_of(weight: Tensor, expected: tuple[int, ...], checked: set[int]) ->
     if tuple(weight.shape) != expected:
         return f"expected shape {list(expected)}, found {list(weight.shape)}"
     if weight.layout != torch.strided or weight.dtype not in WEIGHT_TYPES or weight.is_meta:
-        return f"expected dense floating-point numbers, found {form(weight)}"
+        return f"expected dense floating-point numbers, found {_form(weight)}"
     if id(weight) in checked:
         return None
     checked.add(id(weight))
@@ -248,7 +254,7 @@ def _problem_of(weight: Tensor, expected: tuple[int, ...], checked: set[int]) ->
     return None
 
 
-def form(weight: Tensor) -> str:
+def _form(weight: Tensor) -> str:
     """What kind of tensor a weight is, for messages."""
     names = [str(weight.dtype), *([] if weight.layout == torch.strided else [str(weight.layout)])]
     return " ".join(name.removeprefix("torch.") for name in names) + (" without data" if weight.is_meta else "")

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfm_export.checkpoints.draft import Draft
 from tfm_export.checkpoints.files import Contents
 from tfm_export.checkpoints.key_map import KeyMap
+from tfm_export.checkpoints.partial import PartialCheckpoint
 from tfm_export.checkpoints.position_tables import DEFAULT_LENGTH
 from tfm_export.checkpoints.sinusoids import by_half_of_tensor2tensor
 from tfm_export.checkpoints.wrapping import Weights
@@ -34,11 +34,11 @@ EXPECTED = {
 }
 
 
-def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> Draft | None:
+def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> PartialCheckpoint | None:
     """What such a file tells; None if it is another one."""
     if SIGNATURE not in weights.tensors:
         return None
-    found = Draft(contents.path, FORMAT, KeyMap(weights.tensors), settings, dictionary="marian")
+    found = PartialCheckpoint(contents.path, FORMAT, KeyMap(weights.tensors), settings, dictionary="marian")
     config = _configuration(weights.tensors.get(CONFIG))
     found.keys.ignore([CONFIG], "its configuration")
     found.problems += [
@@ -63,7 +63,7 @@ def _configuration(text: Tensor | None) -> dict[str, str]:
     return {name.strip(): value.strip().strip("\"'") for name, colon, value in pairs if colon}
 
 
-def _sizes(found: Draft) -> None:
+def _sizes(found: PartialCheckpoint) -> None:
     keys = found.keys
     found.infer("d_model", keys.size(SIGNATURE, 0), SHAPES)
     found.infer("d_ff", keys.size("encoder_l1_ffn_W1", 1), SHAPES)
@@ -81,12 +81,12 @@ def _sizes(found: Draft) -> None:
     found.infer("embedding_norm", "encoder_emb_ln_scale_pre" in keys, "its names")
 
 
-def _embeddings(found: Draft) -> dict[str, str]:
+def _embeddings(found: PartialCheckpoint) -> dict[str, str]:
     own = {"source": "encoder_Wemb", "target": "decoder_Wemb"}
     return {side: name if name in found.keys else "Wemb" for side, name in own.items()}
 
 
-def _tell(found: Draft, config: Mapping[str, str]) -> None:
+def _tell(found: PartialCheckpoint, config: Mapping[str, str]) -> None:
     found.know("layer_norm_epsilon", 1e-6, "Marian's source")
     if "transformer-heads" in config:
         found.know("heads", int(config["transformer-heads"]), YAML)
@@ -117,7 +117,7 @@ def _with_start(table: Tensor) -> Tensor:
     return torch.cat([table, table.new_zeros(1, table.size(1))])
 
 
-def _place_tables(found: Draft) -> None:
+def _place_tables(found: PartialCheckpoint) -> None:
     keys = found.keys
     names = _embeddings(found)
     shared = names["source"] == names["target"]
@@ -141,7 +141,7 @@ def _place_tables(found: Draft) -> None:
         keys.put_tensor(["source_positions.table", "target_positions.table"], table)
 
 
-def _place_stack(found: Draft, stack: str) -> None:
+def _place_stack(found: PartialCheckpoint, stack: str) -> None:
     keys, suffix = found.keys, "_pre" if found.value("norm_first") else ""
     attentions = {"self_attention": "self"}
     if stack == "decoder":

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tfm_export.checkpoints.draft import Draft, same
 from tfm_export.checkpoints.files import Contents
 from tfm_export.checkpoints.key_map import KeyMap
+from tfm_export.checkpoints.partial import PartialCheckpoint, same
 from tfm_export.checkpoints.position_tables import DEFAULT_LENGTH, place_tables
 from tfm_export.checkpoints.vocabularies import vocabulary_files
 from tfm_export.checkpoints.wrapping import Weights
@@ -36,7 +36,7 @@ UNSUPPORTED = {
 }
 
 
-def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> Draft | None:
+def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> PartialCheckpoint | None:
     """What such a file tells; None if it is another one."""
     state = contents.state
     if SIGNATURE not in weights.tensors or not isinstance(state, dict) or not isinstance(state.get("opt"), dict):
@@ -44,7 +44,7 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
     generator = state.get("generator") or {}
     weights.notes[:] = [note for note in weights.notes if not note.startswith("'generator' has weights too")]  # used
     tensors = {**weights.tensors, **{f"generator.{name.removeprefix('0.')}": w for name, w in generator.items()}}
-    found = Draft(contents.path, FORMAT, KeyMap(tensors), settings)
+    found = PartialCheckpoint(contents.path, FORMAT, KeyMap(tensors), settings)
     options = state["opt"]
     found.problems += [
         f"{name} is {options[name]!r}, which is not supported"
@@ -69,7 +69,7 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
     return found
 
 
-def _sizes(found: Draft) -> None:
+def _sizes(found: PartialCheckpoint) -> None:
     keys = found.keys
     found.infer("d_model", keys.size(SIGNATURE, 1), SHAPES)
     found.infer("d_ff", keys.size("encoder.transformer.0.feed_forward.w_1.weight", 0), SHAPES)
@@ -85,7 +85,7 @@ def _sizes(found: Draft) -> None:
     found.infer("tie_projection", same([tables["target"], projection]), "comparing the tables")
 
 
-def _tell(found: Draft, options: Mapping[str, Any]) -> None:
+def _tell(found: PartialCheckpoint, options: Mapping[str, Any]) -> None:
     found.know("norm_first", True, "the layout")
     found.know("final_norm", True, "the layout")
     found.know("norm", "rms" if options.get("layer_norm") == "rms" else "layer", OPTIONS)
@@ -104,7 +104,7 @@ def _tell(found: Draft, options: Mapping[str, Any]) -> None:
         found.know("max_length", DEFAULT_LENGTH, "the default: without positions there is no end")
 
 
-def tell_vocabularies(found: Draft, vocabulary: Any, special: Mapping[str, str]) -> None:
+def tell_vocabularies(found: PartialCheckpoint, vocabulary: Any, special: Mapping[str, str]) -> None:
     """The special ids, and the tokens as a tokenizer of words: texts come split into the model's own pieces.
 
     Args:
@@ -151,7 +151,7 @@ def _field_tokens(field: Any) -> Any:
         return None
 
 
-def _place(found: Draft) -> None:
+def _place(found: PartialCheckpoint) -> None:
     keys = found.keys
     bias = None if found.value("norm") == "rms" else "bias"
     stacks = {
@@ -197,7 +197,7 @@ def place_layer(
         attentions: by the name of ours, theirs and its norm.
         inner: by the linear layers of our feed-forward, theirs.
         inner_norm: the feed-forward's norm.
-        bias: see `KeyMap.norm`.
+        bias: what norms call theirs; None where they have none.
     """
     parts = {"q": "linear_query", "k": "linear_keys", "v": "linear_values", "o": "final_linear"}
     for name, (attention, norm) in attentions.items():

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from reference_model.model import sinusoid_table
-from tfm_export.checkpoints.draft import Draft
+from tfm_export.checkpoints.partial import PartialCheckpoint
 
 DEFAULT_LENGTH = 512
 
 
 def place_tables(
-    found: Draft,
+    found: PartialCheckpoint,
     *,
     embeddings: Mapping[str, str],
     projection: str,
     bias: str,
     positions: Mapping[str, str] | None,
 ) -> None:
-    """Put embeddings, projection and tables of positions in their places, tied as the draft says.
+    """Put embeddings, projection and tables of positions in their places, tied as the checkpoint says.
 
     Args:
         found: knows share_embeddings and tie_projection; gets to know positions and the longest sequences.
@@ -52,7 +52,7 @@ def place_tables(
         place_positions(found, positions)
 
 
-def place_positions(found: Draft, names: Mapping[str, str]) -> None:
+def place_positions(found: PartialCheckpoint, names: Mapping[str, str]) -> None:
     """Tell what kind of positions a model has by its tables, and put them in their places.
 
     Args:
@@ -80,7 +80,7 @@ def place_positions(found: Draft, names: Mapping[str, str]) -> None:
         found.infer("longest_target", lengths["target"], "its table of positions")
 
 
-def _ask_for_positions(found: Draft) -> None:
+def _ask_for_positions(found: PartialCheckpoint) -> None:
     positions = found.ask("positions", "the file has no table of them: sinusoidal, or none")
     if positions == "learned":
         found.problems.append("positions cannot be learned: the file has no table of them that is not used otherwise")

@@ -6,24 +6,25 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tfm_export.checkpoints import annotated, eole, fairseq, huggingface, marian, opennmt, torch_transformer, tutorial
-from tfm_export.checkpoints.draft import Draft
 from tfm_export.checkpoints.files import Contents
+from tfm_export.checkpoints.partial import PartialCheckpoint
+from tfm_export.checkpoints.reference import read as read_reference
 from tfm_export.checkpoints.wrapping import Weights, find_weights
 from tfm_export.errors import CheckpointError
 
 MOST_SHOWN = 40  # plain values beside the weights
 MOST_CHARACTERS = 60
-# Each drafts a model from contents of its layout, and gives None for others. The more particular ones come first.
-Reader = Callable[[Contents, Weights, Mapping[str, Any]], Draft | None]
+# Each reads contents of its layout, and gives None for others. The more particular ones come first.
+Reader = Callable[[Contents, Weights, Mapping[str, Any]], PartialCheckpoint | None]
 READERS: tuple[Reader, ...] = (
-    huggingface.draft,
-    fairseq.draft,
-    opennmt.draft,
-    eole.draft,
-    marian.draft,
-    tutorial.draft,
-    annotated.draft,
-    torch_transformer.draft,
+    huggingface.read,
+    fairseq.read,
+    opennmt.read,
+    eole.read,
+    marian.read,
+    tutorial.read,
+    annotated.read,
+    torch_transformer.read,
 )
 KNOWN = (
     "folders of Hugging Face with config.json, fairseq's, OpenNMT-py's, Eole's, Marian's, "
@@ -32,7 +33,7 @@ KNOWN = (
 )
 
 
-def draft_model(contents: Contents, settings: Mapping[str, Any]) -> Draft:
+def recognise_checkpoint(contents: Contents, settings: Mapping[str, Any]) -> PartialCheckpoint:
     """Find the layout, and what it tells.
 
     Args:
@@ -42,15 +43,17 @@ def draft_model(contents: Contents, settings: Mapping[str, Any]) -> Draft:
     Raises:
         CheckpointError: there are no weights, or they are of no known layout.
     """
+    if (own := read_reference(contents, settings)) is not None:
+        return own
     try:
         weights = find_weights(contents.state, settings.get("weights"))
     except CheckpointError as error:
         raise CheckpointError([f"{contents.path}: {problem}" for problem in error.problems], error.hint) from error
     for reader in READERS:
-        draft = reader(contents, weights, settings)
-        if draft is not None:
-            draft.notes[:0] = [*weights.notes, *_settings_beside(weights)]
-            return draft
+        found = reader(contents, weights, settings)
+        if found is not None:
+            found.notes[:0] = [*weights.notes, *_settings_beside(weights)]
+            return found
     raise CheckpointError(
         f"{contents.path} is not a checkpoint of a known format: {_described(weights)}; known are: {KNOWN}",
         "write an adapter for it (examples/custom_model), or load the weights into a reference_model.Transformer "

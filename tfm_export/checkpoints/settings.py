@@ -105,7 +105,7 @@ def check_settings(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
         CheckpointError: naming every one that does not fit.
     """
     given = {name: value for name, value in values.items() if value is not None}
-    problems = [f"{origin}: {problem}" for name, value in given.items() if (problem := _problem_of(name, value))]
+    problems = [f"{origin}: {problem}" for name, value in given.items() if (problem := setting_problem(name, value))]
     if problems:
         raise CheckpointError(problems, "docs/checkpoints.md lists the settings")
     return given
@@ -120,7 +120,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     return check_settings(read_json(path), str(path))
 
 
-def _problem_of(name: str, value: Any) -> str | None:
+def setting_problem(name: str, value: Any) -> str | None:
+    """What keeps a value from being that of a setting, by name, type and choice; None if nothing does."""
     setting = SETTINGS.get(name)
     if setting is None:
         near = difflib.get_close_matches(name, SETTINGS, 1)
@@ -129,11 +130,16 @@ def _problem_of(name: str, value: Any) -> str | None:
     if not isinstance(value, kinds) or isinstance(value, bool) != (setting.kind == "bool"):
         return f"{name} must be {expected}, found {value!r}"
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if not all(isinstance(part, str) for part in parts):
-        return f"{name} must be {expected}"
+    if wrong := [part for part in parts if not _is_text(part)]:
+        return f"{name} must be {expected}, found {wrong[0]!r} in it"
     if name in CHOICES and value not in CHOICES[name]:
         return f"{name} must be one of {', '.join(CHOICES[name])}, found {value!r}"
     return None
+
+
+def _is_text(part: Any) -> bool:
+    """Whether it is a string without lone surrogates, which no file can hold."""
+    return isinstance(part, str) and part.encode(errors="ignore").decode() == part
 
 
 def how_to_say(name: str) -> str:

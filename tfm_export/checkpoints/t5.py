@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfm_export.checkpoints.bart import find_tables, know_activation, ties_projection, untied
-from tfm_export.checkpoints.draft import Draft
 from tfm_export.checkpoints.files import Contents
 from tfm_export.checkpoints.key_map import KeyMap
+from tfm_export.checkpoints.partial import PartialCheckpoint
 from tfm_export.checkpoints.position_tables import DEFAULT_LENGTH, place_tables
 from tfm_export.checkpoints.wrapping import Weights
 
@@ -28,10 +28,10 @@ TOLD = {
 USELESS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
 
-def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> Draft:
+def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> PartialCheckpoint:
     """What such a folder tells."""
     config = contents.config
-    found = Draft(
+    found = PartialCheckpoint(
         contents.path, f"a Hugging Face model of type {config['model_type']}", KeyMap(weights.tensors), settings
     )
     if SIGNATURE not in found.keys:
@@ -52,7 +52,7 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
     return found
 
 
-def _tell(found: Draft, config: Mapping[str, Any]) -> None:
+def _tell(found: PartialCheckpoint, config: Mapping[str, Any]) -> None:
     keys = found.keys
     inner = keys.size(SIGNATURE, 0)
     found.infer("d_model", keys.size(SIGNATURE, 1), SHAPES)
@@ -82,7 +82,7 @@ def _tell(found: Draft, config: Mapping[str, Any]) -> None:
     )
 
 
-def _scales(found: Draft, config: Mapping[str, Any]) -> bool:
+def _scales(found: PartialCheckpoint, config: Mapping[str, Any]) -> bool:
     """Whether the decoder's output is scaled down: T5 as it was first, whose projection was its embedding.
 
     Files of transformers 5 say so; before, tied weights meant it.
@@ -95,7 +95,7 @@ def _scales(found: Draft, config: Mapping[str, Any]) -> bool:
     return old and config.get("tie_word_embeddings") is True and bool(found.value("tie_projection"))
 
 
-def _place_stack(found: Draft, stack: str) -> None:
+def _place_stack(found: PartialCheckpoint, stack: str) -> None:
     keys = found.keys
     keys.put(f"{stack}_relative.bias.weight", f"{stack}.{BIAS}")
     attentions = {"self_attention": "SelfAttention"}

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tfm_export.checkpoints.draft import Draft, same
 from tfm_export.checkpoints.files import Contents
 from tfm_export.checkpoints.key_map import KeyMap, third
+from tfm_export.checkpoints.partial import PartialCheckpoint, same
 from tfm_export.checkpoints.position_tables import as_table, place_tables
 from tfm_export.checkpoints.wrapping import Weights
 
@@ -28,14 +28,14 @@ SOURCE = re.compile(r"(^|[._])(src|source|enc|encoder|input|in)([._]|emb|tok|wor
 TARGET = re.compile(r"(^|[._])(tgt|trg|target|dec|decoder|output)([._]|emb|tok|word|$)", re.IGNORECASE)
 
 
-def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> Draft | None:
+def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> PartialCheckpoint | None:
     """What such a file tells; None if it is another one."""
     tensors = weights.tensors
     decoders = [m[1] for name in tensors if (m := DECODER.fullmatch(name))]
     encoders = [m[1] for name in tensors if (m := ENCODER.fullmatch(name)) and m[1] not in decoders]
     if not decoders or not encoders:
         return None
-    found = Draft(contents.path, FORMAT, KeyMap(tensors), settings)
+    found = PartialCheckpoint(contents.path, FORMAT, KeyMap(tensors), settings)
     if len(decoders) > 1 or len(encoders) > 1:
         found.problems.append(f"expected one encoder and one decoder, found {', '.join(encoders + decoders)}")
     stacks = {"encoder": encoders[0], "decoder": decoders[0]}
@@ -47,7 +47,7 @@ def draft(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> 
     return found
 
 
-def _sizes(found: Draft, stacks: Mapping[str, str]) -> None:
+def _sizes(found: PartialCheckpoint, stacks: Mapping[str, str]) -> None:
     keys = found.keys
     found.infer("d_model", keys.size(f"{stacks['decoder']}layers.0.multihead_attn.in_proj_weight", 1), SHAPES)
     found.infer("d_ff", keys.size(f"{stacks['decoder']}layers.0.linear1.weight", 0), SHAPES)
@@ -58,7 +58,7 @@ def _sizes(found: Draft, stacks: Mapping[str, str]) -> None:
     found.infer("final_norm", any(norms), NAMES)  # one of two is a weight that is missing
 
 
-def _ask(found: Draft) -> None:
+def _ask(found: PartialCheckpoint) -> None:
     found.know("layer_norm_epsilon", 1e-5, "PyTorch's default")
     found.ask("heads", f"a divisor of d_model, which is {found.value('d_model')}")
     found.ask("norm_first", "PyTorch's default is false")
@@ -68,7 +68,7 @@ def _ask(found: Draft) -> None:
         found.ask(name)
 
 
-def _place_stack(found: Draft, stack: str, prefix: str) -> None:
+def _place_stack(found: PartialCheckpoint, stack: str, prefix: str) -> None:
     keys = found.keys
     attentions = {"self_attention": "self_attn"}
     if stack == "decoder":
@@ -88,7 +88,7 @@ def _place_stack(found: Draft, stack: str, prefix: str) -> None:
         keys.norm(f"{stack}_norm", f"{prefix}norm")
 
 
-def _place_rest(found: Draft) -> None:
+def _place_rest(found: PartialCheckpoint) -> None:
     """Embeddings, projection, positions: by the keys that the user gives, then by what names and shapes make plain."""
     roles = _given_roles(found)
     if roles is None:
@@ -117,7 +117,7 @@ def _place_rest(found: Draft) -> None:
     )
 
 
-def _given_roles(found: Draft) -> dict[str, str] | None:
+def _given_roles(found: PartialCheckpoint) -> dict[str, str] | None:
     """Role -> name in the file, of the setting "keys"; one name may have several roles, joined by commas."""
     roles: dict[str, str] = {}
     problems = []
@@ -135,7 +135,7 @@ def _given_roles(found: Draft) -> dict[str, str] | None:
     return None if problems else roles
 
 
-def _left(found: Draft) -> list[str]:
+def _left(found: PartialCheckpoint) -> list[str]:
     """The names of tables that no part of the stacks has used."""
     width = found.value("d_model")
     return [
@@ -145,7 +145,7 @@ def _left(found: Draft) -> list[str]:
     ]
 
 
-def _recognise_roles(found: Draft, roles: dict[str, str]) -> None:
+def _recognise_roles(found: PartialCheckpoint, roles: dict[str, str]) -> None:
     """Find the roles that the user has not given. Nothing is taken that could be two things."""
     tensors = found.keys.tensors
     left = [name for name in _left(found) if name not in roles.values()]

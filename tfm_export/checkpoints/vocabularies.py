@@ -34,7 +34,7 @@ def piece_files(
     Args:
         models: of each side, the file of SentencePiece or subword-nmt.
         tokens: of each side, in the order of ids.
-        language_codes: see `tfm_export.tokenizer.pieces`.
+        language_codes: a source may begin with the language to translate to, such as ">>fra<<", which is one token.
     """
     names = {side: f"{side}.{'bpe' if _are_codes(model) else 'spm'}" for side, model in models.items()}
     if models["source"] == models["target"]:
@@ -108,7 +108,7 @@ def given_vocabulary(
         return {}
     for side in SIDES:
         most = 0 if f"{side}_tokens" in settings else MOST_UNNAMED
-        problems += _token_problems(side, tokens[side], _size(config, side), most)
+        problems += token_problems(side, tokens[side], _size(config, side), most)
     subwords = {side: settings.get(f"{side}_subwords") for side in SIDES}
     models = {side: _bytes(Path(name), problems) for side, name in subwords.items() if name}
     if len(models) == 1:
@@ -139,7 +139,8 @@ def _side_tokens(side: str, settings: Mapping[str, Any], dictionary: str, proble
     return None
 
 
-def _token_problems(side: str, tokens: Sequence[str] | None, size: int, most_unnamed: int) -> list[str]:
+def token_problems(side: str, tokens: Sequence[str] | None, size: int, most_unnamed: int = 0) -> list[str]:
+    """What keeps a list of tokens from being that of an embedding of so many rows, some of which may have no token."""
     if tokens is None:
         return [f"{side}_tokens is missing, or {side}_dictionary: both sides need their tokens"]
     problems = []

@@ -33,7 +33,7 @@ COMMANDS = {
 }
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
-TERMINATED = 143  # likewise for SIGTERM
+TERMINATED = 143  # what a shell reports for a program that SIGTERM ended
 
 
 class CommandGroup(click.Group):

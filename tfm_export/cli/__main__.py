@@ -1,4 +1,4 @@
-"""`python -m tfm_export.cli`: the same as the `tfm-export` script."""
+"""`python -m tfm_export.cli` runs the `tfm-export` command."""
 
 from tfm_export.cli import main
 

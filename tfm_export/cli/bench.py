@@ -194,7 +194,7 @@ def print_result(result: BenchResult) -> None:
 
 
 def print_comparison(verdicts: Sequence[CellVerdict]) -> None:
-    """What became of each cell."""
+    """Print how each cell compares with the earlier run of it."""
     click.echo()
     if not verdicts:
         click.echo("the earlier result has no cell that decoded the same amount: nothing to compare")

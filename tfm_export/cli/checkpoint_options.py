@@ -1,4 +1,4 @@
-"""The options that tell what a checkpoint's file does not, the same for every command that reads checkpoints."""
+"""The options that tell what a checkpoint's file does not, for every command that reads checkpoints."""
 
 from __future__ import annotations
 

@@ -15,23 +15,22 @@ from tfm_export.errors import CheckpointError
 from tfm_export.extras import require
 
 if TYPE_CHECKING:
-    from tfm_export.checkpoints import Draft, SourceModel
+    from tfm_export.checkpoints import PartialCheckpoint, SourceModel
 
 
-def inspect_checkpoint(path: Path, settings: dict[str, Any], *, adapter: str | None = None, as_json: bool) -> None:
+def print_checkpoint(path: Path, settings: dict[str, Any], *, adapter: str | None = None, as_json: bool) -> None:
     """Print what a checkpoint tells; one that cannot be exported as it is makes the command fail.
 
     Raises:
         CheckpointError: it is of no known format, or naming what does not fit; after all else was printed.
     """
     require("torch", extra="export")
-    from tfm_export.checkpoints import SourceModel, draft_checkpoint, read_adapter
+    from tfm_export.checkpoints import inspect_checkpoint, read_adapter
 
     if adapter is not None:
-        state = _model_state(read_adapter(path, load_factory(adapter), settings), f"a model of your own, by {adapter}")
+        state = _adapter_state(read_adapter(path, load_factory(adapter), settings), adapter)
     else:
-        found = draft_checkpoint(path, settings)
-        state = _model_state(found) if isinstance(found, SourceModel) else _draft_state(found)
+        state = _checkpoint_state(inspect_checkpoint(path, settings))
     if as_json:
         click.echo(json.dumps({"path": str(path), **state}, indent=2, ensure_ascii=False))
     else:
@@ -40,10 +39,10 @@ def inspect_checkpoint(path: Path, settings: dict[str, Any], *, adapter: str | N
         raise CheckpointError(state["problems"], "docs/checkpoints.md tells what is supported")
 
 
-def _model_state(source: SourceModel, form: str = "a checkpoint of reference_model") -> dict[str, Any]:
+def _adapter_state(source: SourceModel, adapter: str) -> dict[str, Any]:
     facts = {**asdict(source.model.config), **asdict(source.special_ids)}
     return {
-        "format": form,
+        "format": f"a model of your own, by {adapter}",
         "found": {name: {"value": value, "origin": "its configuration"} for name, value in facts.items()},
         "missing": {},
         "problems": [],
@@ -51,21 +50,21 @@ def _model_state(source: SourceModel, form: str = "a checkpoint of reference_mod
     }
 
 
-def _draft_state(draft: Draft) -> dict[str, Any]:
+def _checkpoint_state(partial: PartialCheckpoint) -> dict[str, Any]:
     from tfm_export.checkpoints.settings import SETTINGS, how_to_say
 
-    problems = draft.all_problems()
+    problems = partial.all_problems()
     missing = {
         name: {"question": SETTINGS[name].question, "known": known, "say": how_to_say(name)}
-        for name, known in draft.missing.items()
+        for name, known in partial.missing.items()
     }
     return {
-        "format": draft.format,
-        "found": {name: asdict(fact) for name, fact in draft.facts.items()},
-        "options": draft.options,
+        "format": partial.format,
+        "found": {name: asdict(fact) for name, fact in partial.facts.items()},
+        "options": partial.options,
         "missing": missing,
         "problems": problems,
-        "notes": [*draft.notes, *draft.keys.notes()],
+        "notes": [*partial.notes, *partial.keys.notes()],
     }
 
 

@@ -48,7 +48,7 @@ def command(context: click.Context, bundle: Path | None, as_json: bool) -> None:
 
 
 def examine(bundle: Path | None) -> Findings:
-    """What every probe finds, by name; see `tfm_export.runtime.probes`.
+    """What every probe of `tfm_export.runtime.probes` finds, by name.
 
     Args:
         bundle: what to look for ways to run of; None for none.
@@ -129,7 +129,7 @@ def _machine_rows(found: dict[str, Any]) -> list[list[str]]:
         return [["unknown", problem]]
     sets = ", ".join(found["instruction_sets"]) or "none of those that matter"
     if found["saturates"]:
-        sets += "; without VNNI, so int8 variants made here have weights of 7 bits"
+        sets += "; without VNNI, so int8 variants made here have weights of 7 bits, and those of 8 bits are slow"
     return [
         ["system", found["system"]],
         ["Python", found["python"]],
@@ -181,7 +181,8 @@ def _way_rows(found: dict[str, Any]) -> list[list[str]]:
     rows = []
     for way in found["ways"]:
         here = f"no: {_text(way)}" if way["problem"] else "yes"
-        rows.append([way["text"], f"{here}, and load takes it" if way["text"] == found["taken"] else here])
+        here += ", and load takes it" if way["text"] == found["taken"] else ""
+        rows.append([way["text"], f"{here}; {way['note']}" if way["note"] else here])
     return rows
 
 

@@ -12,7 +12,6 @@ from tfm_export.cli.progress import Stopwatch
 from tfm_export.cli.reports import print_generations, size_text
 from tfm_export.extras import require, require_onnxruntime
 from tfm_export.graph import GENERATE
-from tfm_export.staging import check_file
 
 
 @click.command("generate-graph")
@@ -38,8 +37,6 @@ def command(bundle: Path, variant: str, force: bool, threads: int | None, as_jso
     opened = Bundle.open(bundle)
     variant = opened.fastest_variant() if variant == "auto" else variant
     name = f"onnx/{variant}/{GENERATE}"
-    opened.variant_path(variant)
-    check_file(opened, name, force=force)
     for module in ("onnx", "onnx_ir"):
         require(module, extra="quantize")
     require_onnxruntime()

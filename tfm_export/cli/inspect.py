@@ -11,11 +11,12 @@ import click
 from tfm_export.bundle import DEFAULT_PATH, MANIFEST, Bundle, Manifest
 from tfm_export.cli.checkpoint_adapter import adapter_option
 from tfm_export.cli.checkpoint_options import checkpoint_options, given_settings
-from tfm_export.cli.checkpoint_report import inspect_checkpoint
+from tfm_export.cli.checkpoint_report import print_checkpoint
 from tfm_export.cli.options import json_option
 from tfm_export.cli.reports import print_files, size_text, table
 from tfm_export.engines import ENCODER_PLAN, ENGINES, FLAVORS, plan_file, read_engine
 from tfm_export.errors import BundleError
+from tfm_export.runtime.cpu.saturation import saturation_note
 
 
 @click.command("inspect")
@@ -40,7 +41,7 @@ def command(path: Path, as_json: bool, config: Path | None, adapter: str | None,
         or path.is_file()
         or (path.is_dir() and not (path / MANIFEST).exists() and (path / "config.json").exists())
     ):
-        inspect_checkpoint(path, given_settings(config, options), adapter=adapter, as_json=as_json)
+        print_checkpoint(path, given_settings(config, options), adapter=adapter, as_json=as_json)
         return
     if given := [name for name, value in {"config": config, **options}.items() if value is not None]:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
@@ -79,7 +80,7 @@ def variants_table(bundle: Bundle) -> str:
         rows.append(
             [
                 name + (" (auto)" if name == auto else ""),
-                facts["weights"],
+                facts["weights"] + _range_text(facts),
                 facts["compute"],
                 facts.get("target", ""),
                 facts.get("quantized", ""),
@@ -91,7 +92,14 @@ def variants_table(bundle: Bundle) -> str:
         )
     head = ["variant", "weights", "compute", "for", "in these numbers", "as fp32", "metric", "speed", "size"]
     keep = [i for i in range(len(head)) if any(row[i] for row in rows)]
-    return table([[row[i] for i in keep] for row in [head, *rows]], right=[keep.index(8)])
+    text = table([[row[i] for i in keep] for row in [head, *rows]], right=[keep.index(8)])
+    notes = {name: saturation_note(bundle, name) for name in bundle.manifest.variants}
+    return "\n".join([text, *(f"note: {name}: {note}" for name, note in notes.items() if note)])
+
+
+def _range_text(facts: dict[str, Any]) -> str:
+    """How many bits of its weights of 8 bits a variant uses, where 8-bit activations meet them."""
+    return "" if "reduced_range" not in facts else "; range 7 bits" if facts["reduced_range"] else "; range 8 bits"
 
 
 def engines_table(bundle: Bundle) -> str:

@@ -14,29 +14,27 @@ import click
 import numpy as np
 
 from tfm_export.cli.heat_map import draw_attention
-from tfm_export.cli.progress import Progress
+from tfm_export.cli.progress import ProgressBar
 from tfm_export.errors import RequestError, TfmExportError
 
 if TYPE_CHECKING:
-    from tfm_export.decoding import Hypothesis
-    from tfm_export.model import Generation, IdsResult, LongSource, Model
-
-    Answer = Generation | IdsResult
+    from tfm_export.decoding import Hypothesis, SettledToken
+    from tfm_export.model import Generation, LongSource, Model, Stream
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedLine:
     """A line that could be decoded.
 
     Attributes:
         number: of the line, from 1 on.
         line: as it was read.
-        answer: what came of it.
+        answer: its hypotheses.
     """
 
     number: int
     line: str
-    answer: Answer
+    answer: Generation
 
 
 class Job:
@@ -52,9 +50,9 @@ class Job:
         self._model, self._call = model, call
         self._ids, self._as_json, self._numbered = ids, as_json, numbered
         self.done = self.failed = 0
-        self.last: Decoded | None = None
+        self.last: DecodedLine | None = None
 
-    def run(self, lines: Iterator[str], out: TextIO, progress: Progress, *, window: int, workers: int = 1) -> None:
+    def run(self, lines: Iterator[str], out: TextIO, progress: ProgressBar, *, window: int, workers: int = 1) -> None:
         """Decode lines, `window` at a time, by so many workers, and print them in order."""
         read, shown = itertools.tee(lines)  # they are never further apart than two windows
         for line, answer in zip(shown, self._answers(read, window, workers), strict=False):
@@ -64,7 +62,7 @@ class Job:
                 progress.clear()
                 self._fail(answer)
             else:
-                self.last = Decoded(self.done, line, answer)
+                self.last = DecodedLine(self.done, line, answer)
                 out.writelines(text + "\n" for text in self._texts(self.last))
                 tokens = sum(len(hypothesis.tokens) for hypothesis in answer.hypotheses)
                 if answer.source_truncated and not self._as_json:
@@ -94,7 +92,7 @@ class Job:
                 out.write("\n")
         out.flush()
 
-    def _answers(self, lines: Iterable[str], window: int, workers: int) -> Iterator[Answer | TfmExportError]:
+    def _answers(self, lines: Iterable[str], window: int, workers: int) -> Iterator[Generation | TfmExportError]:
         model, many = self._model, {"window": window, "workers": workers, **self._call}
         if self._ids:
             ids = map(parse_ids, lines)
@@ -102,36 +100,30 @@ class Job:
         return model.generate_iterable(lines, on_error="yield", **many)
 
     def _pieces(self, line: str) -> Iterator[str]:
-        answer: Answer | None
+        pieces: Stream[SettledToken]
         if self._ids:
-            tokens = self._model.stream_ids(parse_ids(line), **self._call)
-            yield from (f"{' ' if number else ''}{token.token}" for number, token in enumerate(tokens))
-            answer = tokens.answer
+            pieces = self._model.stream_ids(parse_ids(line), **self._call)
+            yield from (f"{' ' if number else ''}{token.token}" for number, token in enumerate(pieces))
         else:
-            pieces = self._model.stream(line, **self._call)
-            yield from (piece.text for piece in pieces)
-            answer = pieces.answer
-        if answer is not None and answer.source_truncated:
+            pieces = texts = self._model.stream(line, **self._call)
+            yield from (piece.text for piece in texts)
+        if pieces.answer is not None and pieces.answer.source_truncated:
             self._tell_of_truncation()
 
-    def _texts(self, decoded: Decoded) -> Iterator[str]:
+    def _texts(self, decoded: DecodedLine) -> Iterator[str]:
         """The lines of output for a line of input."""
         if self._as_json:
             yield json.dumps(self._state(decoded), ensure_ascii=False)
             return
-        for place, hypothesis in enumerate(decoded.answer.hypotheses):
-            text = self._text(decoded.answer, place)
-            text = " ".join(map(str, hypothesis.tokens)) if text is None else text
+        answer = decoded.answer
+        texts = answer.texts or [" ".join(map(str, hypothesis.tokens)) for hypothesis in answer.hypotheses]
+        for text, hypothesis in zip(texts, answer.hypotheses, strict=True):
             yield f"{decoded.number}\t{hypothesis.score:.4f}\t{text}" if self._numbered else text
 
-    def _text(self, answer: Answer, place: int) -> str | None:
-        texts: list[str] | None = getattr(answer, "texts", None)
-        return None if texts is None else texts[place]
-
-    def _state(self, decoded: Decoded) -> dict[str, Any]:
+    def _state(self, decoded: DecodedLine) -> dict[str, Any]:
         answer = decoded.answer
         states = [
-            {**({} if self._ids else {"text": self._text(answer, place)}), **hypothesis_state(hypothesis)}
+            {**({} if answer.texts is None else {"text": answer.texts[place]}), **hypothesis_state(hypothesis)}
             for place, hypothesis in enumerate(answer.hypotheses)
         ]
         source = {"source_ids": parse_ids(decoded.line)} if self._ids else {"source": decoded.line}
@@ -144,7 +136,7 @@ class Job:
         click.echo(f"line {self.done}: {problem}", err=True)
 
     def _tell_of_truncation(self) -> None:
-        limit = self._model.bundle.manifest.limits.max_source_length
+        limit = self._model.step_model.limits.max_source_length
         click.echo(f"line {self.done}: the source was cut to the {limit} tokens that the model takes", err=True)
 
 
@@ -170,14 +162,14 @@ def parse_ids(line: str) -> list[Any]:
     return [int(w) if w.removeprefix("-").isdecimal() and len(w) <= most else w for w in line.split()]
 
 
-def draw(path: Path, model: Model, decoded: Decoded, long_source: LongSource, *, ids: bool) -> None:
+def draw(path: Path, model: Model, decoded: DecodedLine, long_source: LongSource, *, ids: bool) -> None:
     """Draw what the best hypothesis of a line attends to."""
     best = decoded.answer.hypotheses[0]
     assert best.attention is not None
     if not best.tokens:
         raise RequestError("the target is empty: there is nothing to draw")
     line, call = decoded.line, {"long_source": long_source}
-    source = (model.check_ids(parse_ids(line), **call) if ids else model.encode_text(line, **call)).ids
+    source = [*(model.check_ids(parse_ids(line), **call) if ids else model.encode_text(line, **call)).ids]
     names = model.tokenizer
     source_names = names.source_tokens(source) if names else [*map(str, source)]
     target_names = names.target_tokens(best.tokens) if names else [*map(str, best.tokens)]

@@ -15,7 +15,6 @@ from tfm_export.cli.options import force_option, json_option
 from tfm_export.cli.progress import Stopwatch
 from tfm_export.cli.reports import print_files, print_verdict
 from tfm_export.extras import require, require_onnxruntime
-from tfm_export.staging import check_target
 
 
 @click.command("onnx")
@@ -81,7 +80,6 @@ def command(
     """
     if attention_layer is not None and not attention:
         raise click.UsageError("--attention-layer has no effect without --attention")
-    check_target(output, force=force, inputs=[checkpoint, *([] if inputs is None else [Path(inputs.name)])])
     for module in ("torch", "onnx", "onnxscript"):
         require(module, extra="export")
     require_onnxruntime()
@@ -94,6 +92,7 @@ def command(
             settings=given_settings(config, options),
             adapter=None if adapter is None else load_factory(adapter),
             inputs=None if inputs is None else read_texts(inputs),
+            made_from=[] if inputs is None else [Path(inputs.name)],
             max_source_length=max_source_length,
             max_target_length=max_target_length,
             attention_layer=(-1 if attention_layer is None else attention_layer) if attention else None,

@@ -14,7 +14,7 @@ WIDTH = 24
 INTERVAL = 0.1  # seconds; a line drawn more often only costs time
 
 
-class Progress:
+class ProgressBar:
     """A bar, where the amount of work is known, and rates.
 
     Args:
@@ -38,7 +38,7 @@ class Progress:
         self._bytes = self._lines = self._tokens = self._shown = 0
 
     def advance(self, line: str, tokens: int, *, pause: bool = False) -> None:
-        """Count a line that is done, and the tokens that came of it.
+        """Count a line that is done, and the tokens of its answer.
 
         Args:
             line: as it was read.

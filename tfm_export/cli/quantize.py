@@ -14,7 +14,6 @@ from tfm_export.cli.progress import Stopwatch
 from tfm_export.cli.reports import print_check, print_generations, size_text, table
 from tfm_export.extras import require, require_onnxruntime
 from tfm_export.precision import PRECISIONS
-from tfm_export.staging import check_part
 
 if TYPE_CHECKING:
     from tfm_export.quantize import QuantizeReport
@@ -134,7 +133,6 @@ def command(
     if dev is None and (unused := [f"--{n}" for n, v in (("metric", metric), ("max-loss", max_loss)) if v is not None]):
         raise click.UsageError(f"{', '.join(unused)} has no effect without --dev")
     opened = Bundle.open(bundle)
-    check_part(opened, f"onnx/{precision}", force=force)
     for module in ("onnx", "onnx_ir"):
         require(module, extra="quantize")
     if metric in ("bleu", "chrf"):

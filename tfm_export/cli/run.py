@@ -26,7 +26,7 @@ from tfm_export.cli.options import (
     threads_option,
     variant_option,
 )
-from tfm_export.cli.progress import Progress
+from tfm_export.cli.progress import ProgressBar
 from tfm_export.errors import RequestError
 from tfm_export.extras import require
 from tfm_export.runtime.threads import MOST_THREADS, usable_cpus
@@ -60,7 +60,12 @@ JSON_ONLY = ("return_attention", "return_logits_vocab", "return_scores")  # ther
     help="What to do with sources that are longer than the model takes.",
 )
 @click.option("--stream", is_flag=True, help="Print tokens as soon as they can no longer change, text after text.")
-@click.option("--deadline", type=click.FloatRange(min=0), help="Seconds after which a text gives what it has.")
+@click.option(
+    "--deadline",
+    type=click.FloatRange(min=0),
+    help="Seconds after which a text gives what it has. They count for each from its joining a batch: the time in "
+    "which it waits for other texts does not.",
+)
 @click.option(
     "--attention",
     "picture",
@@ -150,7 +155,7 @@ def command(
         lines = iter(texts) if file is None else read_lines(file)
         to_terminal = output is None and sys.stdout.isatty()
         total = None if file is None else file_bytes(file)
-        progress = Progress(total, enabled=not (file is None or stream or from_terminal or to_terminal))
+        progress = ProgressBar(total, enabled=not (file is None or stream or from_terminal or to_terminal))
         out = stack.enter_context(output_file(output))
         if stream:
             job.stream(lines, out)
@@ -167,7 +172,7 @@ def command(
 
 def _idle_cpus(model: Model) -> int:
     """How many workers keep the CPUs busy that a batch leaves idle; 1 on a GPU, which works for one at a time."""
-    threads = getattr(model.step_model, "threads", None)
+    threads = model.step_model.capabilities.threads
     return 1 if threads is None else max(1, usable_cpus() // threads)
 
 

@@ -16,7 +16,7 @@ from tfm_export.cli.progress import INTERVAL, Stopwatch
 from tfm_export.cli.reports import print_check, size_text, table
 from tfm_export.engines import ENGINES, FLAVORS, EngineRecord
 from tfm_export.extras import require, require_onnxruntime
-from tfm_export.precision import PRECISIONS
+from tfm_export.precision import FLOATS_16_BIT, PRECISIONS
 
 if TYPE_CHECKING:
     from tfm_export.trt.options import EngineOptions
@@ -56,7 +56,7 @@ class Numbers(click.ParamType[tuple[int, ...]]):
 @precision_options
 @click.option(
     "--compute",
-    type=click.Choice(["fp16", "bf16"]),
+    type=click.Choice(FLOATS_16_BIT),
     help="What a quantised variant computes in where nothing is quantised.  [default: fp16]",
 )
 @click.option(

@@ -13,6 +13,8 @@ from tfm_export.cli.progress import Stopwatch
 from tfm_export.cli.reports import print_verdict
 from tfm_export.errors import ParityError
 from tfm_export.extras import require, require_onnxruntime
+from tfm_export.graph import GENERATE
+from tfm_export.runtime.cpu.saturation import generate_graph_problem, saturation_note
 
 
 @click.command("verify")
@@ -73,8 +75,8 @@ def command(
                 verify_variant(opened, name, reference=reference, threads=threads, progress=stopwatch.begin)
                 for name in opened.manifest.variants
             ]
-    for reason in left_out:
-        click.echo(f"note: not judged: {reason}", err=True)
+    for note in [*(_notes(opened) if gpu is None else []), *(f"not judged: {reason}" for reason in left_out)]:
+        click.echo(f"note: {note}", err=True)
     try:
         write_reports(opened, reports, name=PARITY if gpu is None else PARITY_GPU)
     except OSError as problem:  # a bundle that a service reads may well be read-only
@@ -90,4 +92,15 @@ def command(
         for problem in report.problems()
     ]
     if problems:
-        raise ParityError(problems, "export the bundle again from this checkpoint")
+        raise ParityError(problems, next(report.hint for report in reports if not report.passed))
+
+
+def _notes(bundle: Bundle) -> list[str]:
+    """What this processor makes of variants that multiply in 8 bits."""
+    notes = []
+    for name in bundle.manifest.variants:
+        if note := saturation_note(bundle, name):
+            notes.append(f"{name}: {note}")
+        if f"onnx/{name}/{GENERATE}" in bundle.manifest.files and (problem := generate_graph_problem(bundle, name)):
+            notes.append(f"not judged: {problem}")
+    return notes

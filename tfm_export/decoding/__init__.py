@@ -1,15 +1,18 @@
 """Decoding: greedy, beam search, sampling and constraints, on numpy alone, over any backend's `StepModel`."""
 
+from tfm_export.decoding.checks import check_requests
 from tfm_export.decoding.constraints import Constraint, Trie
-from tfm_export.decoding.generate import generate
+from tfm_export.decoding.generate import generate, stream
 from tfm_export.decoding.options import DecodeOptions
-from tfm_export.decoding.result import Hypothesis, Reason, Request, Result, SettledToken, Statistics
+from tfm_export.decoding.request import Request, SettledToken
+from tfm_export.decoding.result import Hypothesis, Reason, Result, Statistics
 from tfm_export.decoding.scoring import score
-from tfm_export.decoding.stream import stream
+from tfm_export.decoding.session import DecodingSession
 
 __all__ = [
     "Constraint",
     "DecodeOptions",
+    "DecodingSession",
     "Hypothesis",
     "Reason",
     "Request",
@@ -17,6 +20,7 @@ __all__ = [
     "SettledToken",
     "Statistics",
     "Trie",
+    "check_requests",
     "generate",
     "score",
     "stream",

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from tfm_export.bundle import SpecialIds
-from tfm_export.decoding.engine import decode
 from tfm_export.decoding.options import DecodeOptions
-from tfm_export.decoding.result import Hypothesis, Request, Result, merged
+from tfm_export.decoding.request import Request
+from tfm_export.decoding.result import Hypothesis, Result, merged
+from tfm_export.decoding.session import decode
 from tfm_export.errors import RequestError
 from tfm_export.runtime.step_model import StepModel
 
@@ -30,11 +31,7 @@ def alternatives(
     """
     if any(request.on_tokens is not None for request in requests):
         raise RequestError("on_tokens follows one hypothesis, return_alternatives makes several")
-    begin = () if options.forced_bos is None else (options.forced_bos,)
-    prefixes = [
-        tuple(begin or (options.target_prefix if r.target_prefix is None else r.target_prefix)) for r in requests
-    ]
-    requests = [replace(request, target_prefix=prefix) for request, prefix in zip(requests, prefixes, strict=True)]
+    requests = [replace(request, target_prefix=options.begin(request.target_prefix)) for request in requests]
     firsts = _first_tokens(model, requests, options, special)
     branches = [
         replace(request, target_prefix=first.tokens)

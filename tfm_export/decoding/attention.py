@@ -10,31 +10,30 @@ import math
 
 import numpy as np
 
+from tfm_export.decoding.histories import enlarged
 from tfm_export.runtime.step_model import Floats, Ids, Mask
 
 
 class AttentionHistory:
-    """The weights of a batch: R rows x C slots x S source tokens, float32.
+    """What a batch attends to.
 
     Args:
         skip: queries at the beginning of a target that no token follows which counts: all start tokens but the last.
+
+    Attributes:
+        weights: [R, C, S], for rows that have taken a step.
     """
 
     def __init__(self, skip: int) -> None:
         self._skip = skip
-        self._weights: Floats = np.zeros((0, 0, 0), np.float32)
+        self.weights: Floats = np.zeros((0, 0, 0), np.float32)
 
     def record(self, write_index: Ids, attention: Floats, capacity: int) -> None:
         """Note what the queries of a step, [B, Q, S], attend to; those of row i write from slot write_index[i] on."""
         rows, queries, source = attention.shape
         self._reserve(rows, capacity, source)
         slots = write_index[:, None] + np.arange(queries)
-        self._weights[np.arange(rows)[:, None], slots, :source] = attention
-
-    def move(self, source: int, target: int) -> None:
-        """Copy a row over another."""
-        if max(source, target) < len(self._weights):
-            self._weights[target] = self._weights[source]
+        self.weights[np.arange(rows)[:, None], slots, :source] = attention
 
     def of(self, row: int, path: Mask, tokens: int, source_length: int) -> Floats:
         """What a hypothesis attends to.
@@ -50,14 +49,13 @@ class AttentionHistory:
         """
         weights: Floats = np.zeros((tokens, source_length), np.float32)
         if slots := np.flatnonzero(path)[self._skip : self._skip + tokens].tolist():
-            weights[: len(slots)] = self._weights[row, slots, :source_length]
+            weights[: len(slots)] = self.weights[row, slots, :source_length]
         return weights
 
     def _reserve(self, *shape: int) -> None:
-        old = self._weights
+        old = self.weights
         if any(new > size for new, size in zip(shape, old.shape, strict=True)):
-            self._weights = np.zeros(np.maximum(shape, old.shape), np.float32)
-            self._weights[tuple(map(slice, old.shape))] = old
+            self.weights = enlarged(old, tuple(map(max, shape, old.shape)), len(old))
 
 
 def coverage(attention: Floats) -> float:

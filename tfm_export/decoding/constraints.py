@@ -14,6 +14,10 @@ Constraint = Callable[[Sequence[int]], Collection[int] | None]
 class Trie:
     """Allows the given targets and nothing else.
 
+    >>> from tfm_export.decoding import Trie
+    >>> [sorted(Trie([[18, 13, 23], [18, 7]], end=2)(tokens)) for tokens in ([], [18], [18, 7], [9])]
+    [[18], [7, 13], [2], []]
+
     Args:
         targets: ids of each, without the end token.
         end: the end token, which may follow a whole target.

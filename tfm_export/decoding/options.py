@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from tfm_export.bundle import SpecialIds
-from tfm_export.decoding.result import are_ids
+from tfm_export.decoding.request import are_ids
 from tfm_export.errors import RequestError
 
 if TYPE_CHECKING:
@@ -33,16 +33,7 @@ END_AFTER_PREFIX = ("any_rank", "first_rank")
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The rules that differ between the two worlds, as they hold for some options.
-
-    Attributes:
-        stop_rule: see `DecodeOptions.stop_rule`.
-        early_stopping: see `DecodeOptions.early_stopping`.
-        length_formula: see `DecodeOptions.length_formula`.
-        score_change: see `DecodeOptions.score_change`.
-        start_token_repeats: see `DecodeOptions.start_token_repeats`.
-        end_after_prefix: see `DecodeOptions.end_after_prefix`.
-    """
+    """The rules that differ between the two worlds, as they hold for some options, whose names they have."""
 
     stop_rule: Compatibility
     early_stopping: bool | Literal["never"]
@@ -56,6 +47,10 @@ class Rules:
 class DecodeOptions:
     """How to decode. Lengths count target tokens: the forced prefix and the end token do, the start token does not.
 
+    >>> from tfm_export import DecodeOptions
+    >>> model.generate("hello", options=DecodeOptions(beam_size=4, num_hypotheses=2)).texts
+    ['HH EH L OW', 'HH EY L OW']
+
     Attributes:
         beam_size: K, hypotheses kept at each step; 1 is greedy search or sampling.
         patience: CTranslate2's stop rule ends a search at round(beam_size * patience) finished hypotheses.
@@ -65,7 +60,7 @@ class DecodeOptions:
             were searched for (Hugging Face), "gnmt" divides by ((5 + length) / 6) ** length_penalty (Wu et al. 2016).
         stop_rule: when a beam search ends. "ctranslate2": at round(beam_size * patience) finished hypotheses; without
             a length penalty already when the best candidate of some step has finished and num_hypotheses have.
-            "huggingface": see early_stopping.
+            "huggingface": as early_stopping says.
         early_stopping: under Hugging Face's rule, once beam_size hypotheses have finished: True ends the search; False
             does when no live one would beat the worst finished one at its present length; "never" at the length most
             favourable to it.
@@ -98,12 +93,12 @@ class DecodeOptions:
         return_logits_vocab: give the log-probabilities of the whole vocabulary at every token.
         return_alternatives: return one hypothesis for each of the num_hypotheses likeliest tokens after the prefix.
         min_alternative_expansion_prob: an alternative less likely than this is left out.
-        constraint: which tokens may follow what; see constraints.py.
+        constraint: which tokens may follow what, a function of the tokens so far; `Trie` is one.
         coverage_penalty: adds this many times sum_j log(min(sum_t attention[t, j], 1)) to a score, over those tokens t
             that the length counts (Wu et al. 2016). This option and the next two need a model whose steps give
             attention; all that a batch attends to is kept, 4 bytes x rows x cache slots x source length.
         return_attention: give what every token attends to.
-        replace_unknowns: likewise, for a caller that puts source words in the place of unknown ones.
+        replace_unknowns: give that for a caller that puts source words in the place of unknown ones.
         max_batch_size: how much is decoded at once, in batch_type.
         batch_type: "examples", or "tokens" of padded sources.
         compatibility: whose rules hold where an option above is None.
@@ -196,6 +191,11 @@ class DecodeOptions:
         if self.end_token is None:
             return (special.eos,)
         return (self.end_token,) if isinstance(self.end_token, int) else tuple(self.end_token)
+
+    def begin(self, own_prefix: Sequence[int] | None) -> tuple[int, ...]:
+        """What a target begins with, or is drawn to: forced_bos, and a request's own prefix if it has one, or this."""
+        first = () if self.forced_bos is None else (self.forced_bos,)
+        return (*first, *(self.target_prefix if own_prefix is None else own_prefix))
 
     def divisor(self, length: int, prefix: int) -> float:
         """What the score of a hypothesis of `length` tokens is divided by, of which `prefix` were forced."""

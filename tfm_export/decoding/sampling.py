@@ -15,7 +15,7 @@ def generator(seed: int | None, draw: int) -> Generator:
     return Generator(Philox() if seed is None else Philox(key=[seed, draw]))
 
 
-def sample(values: Doubles, ids: Ids, options: DecodeOptions, random: Generator) -> int:
+def sample(values: Doubles, ids: Ids, options: DecodeOptions, random: Generator | None) -> int:
     """Draw a token.
 
     Tokens are laid out in the order of their ids, not of their scores: two that are nearly as likely may come in either
@@ -30,6 +30,7 @@ def sample(values: Doubles, ids: Ids, options: DecodeOptions, random: Generator)
     Returns:
         The place of the token in `ids`.
     """
+    assert random is not None, "a request whose tokens are drawn has a generator"
     order = np.argsort(ids, kind="stable")
     below_best = values[order].astype(np.float64) - values.max()
     with np.errstate(over="ignore"):  # at a temperature near 0 all but the best go to minus infinity, as they should

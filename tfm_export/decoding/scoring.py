@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from tfm_export.bundle import SpecialIds
-from tfm_export.decoding.engine import ids_beyond, source_problems
-from tfm_export.decoding.result import are_ids
-from tfm_export.decoding.rows import padded
+from tfm_export.decoding.batch import padded
+from tfm_export.decoding.checks import ids_beyond, source_problems
+from tfm_export.decoding.request import are_ids
 from tfm_export.errors import RequestError
 from tfm_export.runtime.step_model import LARGEST_STEP, Floats, Ids, StepModel
 
@@ -27,6 +27,12 @@ def score(
 
     Several tokens are scored a step, under a causal mask; so few that a step's log_probs stay below
     `LARGEST_STEP` numbers, however long the targets are.
+
+    >>> from tfm_export.decoding import score
+    >>> source, special = model.encode_text("hello").ids, model.bundle.manifest.special_ids
+    >>> likely, unlikely = score(model.step_model, [source, source], [[18, 13, 23, 27], [18]], special)
+    >>> len(likely), sum(likely) > sum(unlikely)
+    (5, True)
 
     Args:
         model: what runs the steps.
@@ -99,7 +105,7 @@ def _problems(model: StepModel, sources: Sequence[Sequence[int]], targets: Seque
     if len(sources) != len(targets):
         yield f"there must be a target for each source, found {len(sources)} sources and {len(targets)} targets"
     for number, source in enumerate(sources):
-        yield from source_problems(number, source, model)
+        yield from source_problems(model, source, f"source {number}")
     limit = model.limits.max_target_length
     for number, target in enumerate(targets):
         if len(target) > limit:

@@ -1,83 +1,33 @@
-"""What greedy and beam search share: what holds for every request, what a request brings, and what comes out."""
+"""What greedy and beam search share: what holds for every request of a session, and what each of them does in a step.
+
+A search keeps nothing of a row: hypotheses, masks and caches are the batch's, and move with its rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tfm_export.decoding.attention import coverage
-from tfm_export.decoding.constraints import Constraint
-from tfm_export.decoding.histories import Histories
+from tfm_export.decoding.batch import Batch
 from tfm_export.decoding.options import DecodeOptions
-from tfm_export.decoding.result import Hypothesis, Reason, Request
-from tfm_export.decoding.rows import Rows
+from tfm_export.decoding.result import Hypothesis, Reason
 from tfm_export.decoding.scores import NO_EDIT, Edit, Editor
+from tfm_export.decoding.top_tokens import TopTokens
 from tfm_export.errors import RequestError
-from tfm_export.runtime.step_model import Floats, Ids, StepOutput
+from tfm_export.runtime.step_model import Ids, StepOutput
+
+Ended = list[tuple[int, Reason]]  # rows that came to their end, and why
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """A request with the options filled in.
-
-    Attributes:
-        request: as it came.
-        forced: the tokens that the target begins with.
-        wished: the tokens that prefix_bias_beta draws it to.
-        constraint: which tokens may follow.
-        seed: of its samples.
-        edits: whether its scores can ever be changed.
-    """
-
-    request: Request
-    forced: tuple[int, ...]
-    wished: tuple[int, ...]
-    constraint: Constraint | None
-    seed: int | None
-    edits: bool
-
-
-@dataclass(slots=True)
-class Scored:
-    """A hypothesis while it may still be compared with others.
-
-    Attributes:
-        score: what it is ranked by.
-        tokens: the end token included, if it came.
-        log_probs: of each token.
-        finished: an end token came.
-        distributions: what each token was chosen from.
-        attention: [tokens, source length], what each token attends to; None where it is not kept.
-    """
-
-    score: float
-    tokens: list[int]
-    log_probs: list[float]
-    finished: bool
-    distributions: list[Floats]
-    attention: Floats | None
-
-    def hypothesis(self, options: DecodeOptions) -> Hypothesis:
-        """What the caller gets of it."""
-        drop_end = self.finished and not options.return_end_token
-        tokens = self.tokens[:-1] if drop_end else self.tokens
-        attention = self.attention if options.return_attention or options.replace_unknowns else None
-        return Hypothesis(
-            tokens=tokens,
-            score=self.score,
-            log_probs=self.log_probs if options.return_scores else None,
-            finished=self.finished,
-            distributions=np.stack(self.distributions) if self.distributions else None,
-            attention=None if attention is None else attention[: len(tokens)],
-        )
-
-
-class Setting:
-    """What holds for every request of an engine.
+class SearchContext:
+    """What holds for every request of a session.
 
     Attributes:
         options: how to decode.
@@ -88,18 +38,12 @@ class Setting:
         vocabulary: V.
     """
 
-    def __init__(
-        self,
-        *,
-        options: DecodeOptions,
-        editor: Editor,
-        end_ids: Sequence[int],
-        longest: int,
-        offered: int,
-        vocabulary: int,
-    ) -> None:
-        self.options, self.editor, self.end_ids = options, editor, end_ids
-        self.longest, self.offered, self.vocabulary = longest, offered, vocabulary
+    options: DecodeOptions
+    editor: Editor
+    end_ids: tuple[int, ...]
+    longest: int
+    offered: int
+    vocabulary: int
 
     def counted_prefix(self, forced: int) -> int:
         """How many of the forced tokens do not count as searched for; that of forced_bos does."""
@@ -109,28 +53,42 @@ class Setting:
         """Which tokens end a target."""
         return tokens == self.end_ids[0] if len(self.end_ids) == 1 else np.isin(tokens, self.end_ids)
 
-    def edit(self, task: Task, tokens: list[int]) -> Edit:
-        """How the scores after some tokens are changed."""
-        return self.editor.edit(tokens, task.wished, task.constraint) if task.edits else NO_EDIT
+    def edits(self, batch: Batch) -> list[list[Edit]] | None:
+        """How the scores after every hypothesis [B][K] are changed; None where no request's ever are."""
+        if not any(state.edits for state in batch.live):
+            return None
+        edit, of, beams = self.editor.edit, batch.histories.of, range(self.options.beam_size)
+        return [
+            [edit(of(row, beam)[0], s.wished, s.constraint) for beam in beams] if s.edits else [NO_EDIT] * len(beams)
+            for row, s in enumerate(batch.live)
+        ]
 
-    def scored(
-        self,
-        tokens: list[int],
-        log_probs: list[float],
-        forced: int,
-        distributions: list[Floats],
-        attention: Floats | None,
-    ) -> Scored:
-        """A hypothesis of which the first `forced` tokens were not searched for."""
+    def hypothesis(
+        self, batch: Batch, row: int, beam: int, extension: tuple[list[int], list[float]] = ([], [])
+    ) -> Hypothesis:
+        """One of a row's hypotheses, extended by tokens and their log-probabilities."""
+        o, forced = self.options, int(batch.histories.prefix[row])
+        tokens, log_probs = batch.histories.of(row, beam)
+        tokens, log_probs = tokens + extension[0], log_probs + extension[1]
+        attention, distributions = batch.attention(row, beam, len(tokens)), batch.live[row].distributions[beam]
         finished = len(tokens) > forced and tokens[-1] in self.end_ids
         prefix = self.counted_prefix(forced)
-        score = sum(log_probs) / self.options.divisor(len(tokens), prefix)
-        if self.options.coverage_penalty and attention is not None:
-            left_out = prefix if self.options.rules.length_formula == "without_prefix" else 0
-            score += self.options.coverage_penalty * coverage(attention[left_out:])
-        return Scored(score, tokens, log_probs, finished, distributions, attention)
+        score = sum(log_probs) / o.divisor(len(tokens), prefix)
+        if o.coverage_penalty and attention is not None:
+            left_out = prefix if o.rules.length_formula == "without_prefix" else 0
+            score += o.coverage_penalty * coverage(attention[left_out:])
+        if finished and not o.return_end_token:
+            tokens, attention = tokens[:-1], attention if attention is None else attention[:-1]
+        return Hypothesis(
+            tokens=tokens,
+            score=score,
+            log_probs=log_probs,
+            finished=finished,
+            distributions=np.stack(distributions) if distributions else None,
+            attention=attention,
+        )
 
-    def check_possible(self, best: NDArray[np.floating[Any]], rows: Ids, histories: Histories) -> None:
+    def check_possible(self, best: NDArray[np.floating[Any]], rows: Ids, batch: Batch) -> None:
         """Refuse to go on where nothing may follow.
 
         Raises:
@@ -139,52 +97,49 @@ class Setting:
         if (best == -np.inf).any():
             row = int(rows[np.argmin(best)])
             raise RequestError(
-                f"after the tokens {histories.of(row, 0)[0]} of the target, the options leave none that may follow",
+                f"after the tokens {batch.histories.of(row, 0)[0]} of the target, the options leave none that may "
+                "follow",
                 hint="a constraint that allows the end token there, or fewer suppressed tokens",
             )
 
 
-class Search(Protocol):
-    """A way to choose tokens, with a state for every row."""
+class Search(ABC):
+    """A way to choose tokens.
 
-    @property
-    def width(self) -> int:
-        """K, queries of a row at each step."""
-        ...
+    Args:
+        context: what holds for every request.
+        wanted: how many of the best tokens after each hypothesis it looks at.
+    """
 
-    def join(self, task: Task) -> None:
-        """Begin a sentence, behind the live ones."""
-        ...
+    def __init__(self, context: SearchContext, wanted: int) -> None:
+        self._context, self._options = context, context.options
+        self._top = TopTokens(context.editor, wanted, context.offered, context.vocabulary)
 
-    def leave(self, row: int) -> None:
-        """Forget a row; the last one takes its place."""
-        ...
-
-    def plan(self) -> bool:
+    def plan(self, batch: Batch) -> bool:
         """Note what the next step's scores need; True if it must fetch log_probs."""
-        ...
+        return self._top.plan(self._context.edits(batch)) or self._options.return_logits_vocab
 
-    def run_ahead(self, rows: Rows, interrupted: Callable[[], bool]) -> tuple[int, list[tuple[int, Reason]]] | None:
-        """Take several steps in one go, until a row comes to its end or the cache is full.
+    @abstractmethod
+    def run_ahead(self, batch: Batch, interrupted: Callable[[], bool]) -> tuple[int, Ended] | None:
+        """Take several steps in one go, as far as the backend and the options allow that.
 
         Args:
-            rows: the batch.
+            batch: whose rows are fed with what comes next.
             interrupted: is asked between two steps; True ends them.
 
         Returns:
-            How many steps were taken, and the rows that came to their end, if any did; None if only `advance` can tell
-            what is fed next, and no step was taken.
+            How many steps were taken, and the rows that came to their end, if any did; None if no step was taken, and
+            the next one is for `plan` and `advance`.
         """
-        ...
 
-    def advance(self, rows: Rows, output: StepOutput) -> list[tuple[int, Reason]]:
+    @abstractmethod
+    def advance(self, batch: Batch, output: StepOutput) -> Ended:
         """Choose the next tokens of every ready row, feed them, and name the rows that came to their end."""
-        ...
 
-    def settled(self, row: int) -> tuple[list[int], list[float]]:
+    @abstractmethod
+    def settled(self, batch: Batch, row: int) -> tuple[list[int], list[float]]:
         """Those tokens of a live row that can no longer change, and their log-probabilities."""
-        ...
 
-    def hypotheses(self, rows: Rows, row: int) -> list[Scored]:
+    @abstractmethod
+    def hypotheses(self, batch: Batch, row: int) -> list[Hypothesis]:
         """What a row has come to, the best first."""
-        ...

@@ -63,7 +63,7 @@ def with_row_linears(adapter: Adapter) -> Adapter:
 
 
 class GraphCache:
-    """The cache of a graph; see `checkpoints.adapter.Cache`.
+    """The cache of an adapter's graph: it writes a step's keys and values into slots, and gives all of them.
 
     Attributes:
         updated: the whole keys and values after the step; None where a layer was not written.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from reference_model.data import pad
 from reference_model.search import Hypothesis, beam_batch, greedy
 from tfm_export.bundle import Limits, SpecialIds
 from tfm_export.checkpoints.adapter import Adapter
+from tfm_export.progress import Progress
 from tfm_export.verify.golden import BeamGolden, Golden
 from tfm_export.verify.reference import in_precision
 
@@ -29,7 +30,7 @@ BATCH = 32
 BEAM_SIZE = 4
 BEAM_COUNT = 100
 
-Source = tuple[str | None, list[int]]
+GoldenSource = tuple[str | None, list[int]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,9 @@ class GoldenSet:
         }
 
 
-def synthetic_sources(model: Transformer | Adapter, special: SpecialIds, limits: Limits, seed: int = 0) -> list[Source]:
+def synthetic_sources(
+    model: Transformer | Adapter, special: SpecialIds, limits: Limits, seed: int = 0
+) -> list[GoldenSource]:
     """Random ids of random lengths; they end as real sources do."""
     rng = np.random.default_rng(seed)
     start, end = [special.bos] * special.source_starts_with_bos, [special.eos] * special.source_ends_with_eos
@@ -72,13 +75,13 @@ def synthetic_sources(model: Transformer | Adapter, special: SpecialIds, limits:
 
 def make_golden(
     model: Transformer | Adapter,
-    sources: Sequence[Source],
+    sources: Sequence[GoldenSource],
     special: SpecialIds,
     *,
     max_length: int,
     length_penalty: float,
     synthetic: bool,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> GoldenSet:
     """Decode sources with PyTorch: float32, no cache; then measure every greedy choice's margin in float64.
 

@@ -123,7 +123,7 @@ def scatter(cache: Tensor, new: Tensor, write_index: Tensor) -> Tensor:
     return updated
 
 
-class Attention(nn.Module):
+class GraphAttention(nn.Module):
     """The projections of an attention. `keys_values` is left out where the encoder has done that part."""
 
     def __init__(self, attention: MultiHeadAttention, *, keys_values: bool = True) -> None:
@@ -142,7 +142,7 @@ class Attention(nn.Module):
         return x.transpose(1, 2).reshape(-1, self.heads * self.head_size)
 
 
-class FeedForward(nn.Module):
+class GraphFeedForward(nn.Module):
     """activation(x W_1 + b_1) W_2 + b_2; gated, the activation is multiplied by x W_gate + b_gate."""
 
     def __init__(self, layer: EncoderLayer | DecoderLayer) -> None:
@@ -166,7 +166,7 @@ class EncoderGraphLayer(nn.Module):
 
     def __init__(self, layer: EncoderLayer) -> None:
         super().__init__()
-        self.self_attention, self.feed_forward = Attention(layer.self_attention), FeedForward(layer)
+        self.self_attention, self.feed_forward = GraphAttention(layer.self_attention), GraphFeedForward(layer)
         self.self_attention_residual = layer.self_attention_residual
         self.feed_forward_residual = layer.feed_forward_residual
 
@@ -185,7 +185,7 @@ class EncoderGraphLayer(nn.Module):
 class EncoderGraph(nn.Module):
     """encoder.onnx."""
 
-    cross: Sequence[Attention]
+    cross: Sequence[GraphAttention]
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class EncoderGraph(nn.Module):
         self.relative = None if model.encoder_relative is None else RelativeMask(model.encoder_relative)
         self.norm = model.encoder_norm
         self.layers = nn.ModuleList(EncoderGraphLayer(layer) for layer in model.encoder_layers)
-        attentions = (Attention(layer.cross_attention) for layer in model.decoder_layers)
+        attentions = (GraphAttention(layer.cross_attention) for layer in model.decoder_layers)
         self.cross = nn.ModuleList(attentions)  # type: ignore[assignment]
 
     def forward(self, source_ids: Tensor, source_mask: Tensor) -> list[Tensor]:
@@ -216,8 +216,8 @@ class DecoderGraphLayer(nn.Module):
 
     def __init__(self, layer: DecoderLayer) -> None:
         super().__init__()
-        self.self_attention, self.feed_forward = Attention(layer.self_attention), FeedForward(layer)
-        self.cross_attention = Attention(layer.cross_attention, keys_values=False)
+        self.self_attention, self.feed_forward = GraphAttention(layer.self_attention), GraphFeedForward(layer)
+        self.cross_attention = GraphAttention(layer.cross_attention, keys_values=False)
         self.self_attention_residual = layer.self_attention_residual
         self.cross_attention_residual = layer.cross_attention_residual
         self.feed_forward_residual = layer.feed_forward_residual
@@ -236,7 +236,7 @@ class DecoderGraphLayer(nn.Module):
 
         Args:
             x: the decoder's stream.
-            write_index: see `scatter`.
+            write_index: int64 [B], each sentence's first slot to write to.
             self_mask: the slots each query sees.
             cross_mask: the source tokens each query sees.
             cache: the self-attention key and value.

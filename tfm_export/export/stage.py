@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,16 @@ from tfm_export import graph
 from tfm_export.bundle import GOLDEN, TOKENIZER, Bundle, Limits, Manifest, write_text
 from tfm_export.checkpoints import Adapter, Factory, SourceModel, read_adapter, read_checkpoint
 from tfm_export.errors import ExportError, ParityError, RequestError
-from tfm_export.export.golden import MOST_LINES, GoldenSet, Source, make_golden, synthetic_sources
+from tfm_export.export.golden import MOST_LINES, GoldenSet, GoldenSource, make_golden, synthetic_sources
 from tfm_export.export.promises import check_promises
 from tfm_export.export.variant import dimensions_of, write_fp32_variant
 from tfm_export.extras import require_onnxruntime
+from tfm_export.progress import Progress
 from tfm_export.staging import check_target, new_bundle
 from tfm_export.tokenizer import load_tokenizer
 from tfm_export.tokenizer.sources import encode_sources
 from tfm_export.verify import ParityReport, golden_text, verify_variant, write_reports
 from tfm_export.verify.steps import measure_tie_margin
-
-Progress = Callable[[str], None]
 
 
 def export_bundle(
@@ -33,6 +32,7 @@ def export_bundle(
     settings: Mapping[str, Any] | None = None,
     adapter: Factory | None = None,
     inputs: Sequence[str] | None = None,
+    made_from: Sequence[Path] = (),
     max_source_length: int | None = None,
     max_target_length: int | None = None,
     attention_layer: int | None = None,
@@ -45,12 +45,13 @@ def export_bundle(
     Args:
         checkpoint: the file, or a folder with a configuration and weights.
         path: the bundle to write.
-        settings: what the checkpoint does not say of itself; see `checkpoints.read_checkpoint`.
+        settings: what the checkpoint does not say of itself, by the names in `checkpoints.settings`.
         adapter: makes the model of the checkpoint's path, for models that are not read otherwise. It is code of the
             caller's, which runs here.
         inputs: real source texts for the golden set; without them it is synthetic.
-        max_source_length: the longest source, its end token included; the position table's length by default.
-        max_target_length: the longest target, its end token included; likewise.
+        made_from: files, beside the checkpoint, that must not go with a bundle that is replaced.
+        max_source_length: the longest source in tokens, its end token included; None for all that the model takes.
+        max_target_length: the longest target in tokens, its end token included; None for all that the model takes.
         attention_layer: also write the graph that gives this decoder layer's cross-attention weights; negative counts
             from the last.
         verify: compare with PyTorch before the bundle is put in place.
@@ -67,7 +68,7 @@ def export_bundle(
         ParityError: the graphs do not give what PyTorch gives; no bundle is left.
     """
     path = Path(path)
-    check_target(path, force=force, inputs=[Path(checkpoint)])
+    check_target(path, force=force, inputs=[Path(checkpoint), *made_from])
     progress(f"reading {checkpoint}")
     source = read_checkpoint(checkpoint, settings) if adapter is None else read_adapter(checkpoint, adapter, settings)
     limits = _limits(source, max_source_length, max_target_length)
@@ -94,7 +95,7 @@ def export_bundle(
             report = verify_variant(bundle, reference=source.model, progress=progress)
             write_reports(bundle, [report])
             if not report.passed:
-                raise ParityError(report.problems(), "report this with the checkpoint's configuration")
+                raise ParityError(report.problems(), report.hint)
     return Bundle.open(path, check_hashes=False), report
 
 
@@ -151,7 +152,7 @@ def _write_tokenizer(bundle: Bundle, source: SourceModel) -> None:
     bundle.add_files({f"{TOKENIZER}/{name}": "turns text into ids and back" for name in source.tokenizer})
 
 
-def _golden_sources(bundle: Bundle, source: SourceModel, inputs: Sequence[str] | None) -> list[Source]:
+def _golden_sources(bundle: Bundle, source: SourceModel, inputs: Sequence[str] | None) -> list[GoldenSource]:
     if inputs is None:
         return synthetic_sources(source.model, source.special_ids, bundle.manifest.limits)
     lines = [line for line in inputs if line.strip()]
@@ -181,14 +182,16 @@ def _write_graphs(bundle: Bundle, source: SourceModel, attention_layer: int | No
     }
     facts: dict[str, Any] = {"weights": "float32", "compute": "float32"}
     if attention_layer is not None:
-        purposes[graph.DECODER_STEP_ATTENTION] = f"the same with decoder layer {attention_layer}'s attention weights"
+        purposes[graph.DECODER_STEP_ATTENTION] = (
+            f"the next token, with decoder layer {attention_layer}'s attention weights"
+        )
         facts["attention_layer"] = attention_layer
     bundle.add_files({f"onnx/fp32/{name}": purpose for name, purpose in purposes.items()})
     bundle.manifest = replace(bundle.manifest, variants={"fp32": facts})
 
 
 def _write_golden(
-    bundle: Bundle, source: SourceModel, sources: list[Source], *, synthetic: bool, progress: Progress
+    bundle: Bundle, source: SourceModel, sources: list[GoldenSource], *, synthetic: bool, progress: Progress
 ) -> None:
     golden: GoldenSet = make_golden(
         source.model,

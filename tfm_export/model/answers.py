@@ -7,62 +7,52 @@ import threading
 from collections.abc import Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from tfm_export.decoding import Hypothesis, Reason, Result, Statistics
+from tfm_export.decoding import Result, SettledToken
+from tfm_export.errors import RequestError
 
 PieceT_co = TypeVar("PieceT_co", covariant=True)
 AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
-    """What a model made of one text.
+class Generation(Result):
+    """What a model made of one source, text or ids.
+
+    >>> generation = model.generate("hello", beam_size=4, num_hypotheses=2)
+    >>> generation.text, len(generation.tokens), generation.reason.value, generation.source_truncated
+    ('HH EH L OW', 4, 'end token', False)
+    >>> generation.texts[1], generation.hypotheses[1].score < generation.score
+    ('HH EY L OW', True)
 
     Attributes:
-        texts: the text of each hypothesis, the best first.
-        hypotheses: tokens and scores, the best first.
-        source_truncated: the source was longer than the model takes and was cut, as the caller wished.
-        statistics: what it cost.
+        hypotheses: tokens and scores, the best first; `tokens` and `score` are those of the best.
+        statistics: what it cost: steps, seconds, bytes of the cache.
         reason: why it ended.
+        texts: the text of each hypothesis; None in an answer to ids.
+        source_truncated: the source was longer than the model takes and was cut, as the caller wished.
     """
 
-    texts: list[str]
-    hypotheses: list[Hypothesis]
-    source_truncated: bool
-    statistics: Statistics
-    reason: Reason
+    texts: list[str] | None = None
+    source_truncated: bool = False
 
     @property
     def text(self) -> str:
-        """The best hypothesis as text."""
+        """The best hypothesis as text.
+
+        Raises:
+            RequestError: this is an answer to ids, which has none.
+        """
+        if self.texts is None:
+            raise RequestError(
+                "an answer to ids has no text", "its tokens, or model.tokenizer.decode_target(tokens) if there is one"
+            )
         return self.texts[0]
-
-    @property
-    def tokens(self) -> list[int]:
-        """The target ids of the best hypothesis."""
-        return self.hypotheses[0].tokens
-
-    @property
-    def score(self) -> float:
-        """The score of the best hypothesis."""
-        return self.hypotheses[0].score
-
-
-@dataclass(frozen=True, kw_only=True)
-class IdsResult(Result):
-    """What a model made of one source of ids.
-
-    Attributes:
-        source_truncated: the source was longer than the model takes and was cut, as the caller wished.
-    """
-
-    source_truncated: bool
 
 
 @dataclass(frozen=True)
-class Piece:
+class Piece(SettledToken):
     """A token that can no longer change, and what it adds to the text.
 
     Attributes:
@@ -71,32 +61,37 @@ class Piece:
         text: empty where the token does not show.
     """
 
-    token: int
-    log_prob: float
     text: str
 
 
-class Stream(Generic[PieceT_co, AnswerT]):
+class Stream(Generic[PieceT_co]):
     """An iterator over what settles, which holds the whole answer once it has come to its end.
+
+    >>> with model.stream("hello") as pieces:
+    ...     [piece.text for piece in pieces]
+    ['HH', ' EH', ' L', ' OW']
+    >>> pieces.answer.text
+    'HH EH L OW'
 
     Attributes:
         answer: None until the end.
     """
 
-    def __init__(self, pieces: Generator[PieceT_co, None, AnswerT]) -> None:
+    def __init__(self, pieces: Generator[Any, None, Generation]) -> None:
         self._pieces = pieces
-        self.answer: AnswerT | None = None
+        self.answer: Generation | None = None
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> PieceT_co:
         try:
-            return next(self._pieces)
+            piece: PieceT_co = next(self._pieces)
         except StopIteration as end:
             if end.value is not None:
                 self.answer = end.value
             raise StopIteration from None
+        return piece
 
     def close(self) -> None:
         """End the search; there is no answer then."""
@@ -105,9 +100,7 @@ class Stream(Generic[PieceT_co, AnswerT]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -115,6 +108,10 @@ class Pending(Generic[AnswerT]):
     """An answer that another thread is working on: `await` it in a coroutine, or wait for `result()` in a thread.
 
     Cancelling the task that awaits it, or `cancel()`, ends the work before its next step.
+
+    >>> pending = model.generate_async("hello", deadline=60.0)
+    >>> pending.result(timeout=60.0).text, pending.done
+    ('HH EH L OW', True)
     """
 
     def __init__(self, future: Future[AnswerT], cancelled: threading.Event) -> None:

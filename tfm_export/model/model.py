@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self, overload
 
-from tfm_export.bundle import DEFAULT_PATH, TOKENIZER, Bundle
+from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, Request, SettledToken, score
-from tfm_export.decoding.result import Cancellation
+from tfm_export.decoding.checks import check_options
+from tfm_export.decoding.request import Cancellation
 from tfm_export.errors import RequestError, TfmExportError
-from tfm_export.graph import GENERATE
-from tfm_export.model.answers import Generation, IdsResult, Pending, Piece, Stream
+from tfm_export.model.answers import Generation, Pending, Piece, Stream
 from tfm_export.model.requests import Call, Either, LongSource, Source, SourceReader, TextRequest, collect
-from tfm_export.model.runner import OnError, Runner, ids_result
-from tfm_export.runtime.backends import Backend, Candidate, Device, candidates, open_backend
+from tfm_export.model.runner import OnError, Runner
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.runtime.threads import usable_cpus
-from tfm_export.tokenizer import Tokenizer, load_tokenizer
+from tfm_export.tokenizer import Tokenizer
 
 Text = str | TextRequest
 Ids = Sequence[int] | Request
@@ -31,6 +29,12 @@ Yield = Literal["yield"]
 
 class Model:
     """A model in service. Safe to use from several threads, which share one copy of the weights.
+
+    Settings are the same wherever a method takes them: fields of `DecodeOptions` by name, or all of them as `options`,
+    and long_source, deadline and cancelled, which `call` explains.
+
+    >>> model.generate("hello", beam_size=4).text
+    'HH EH L OW'
 
     Attributes:
         bundle: where it comes from.
@@ -44,7 +48,7 @@ class Model:
     ) -> None:
         self.bundle, self.step_model, self.tokenizer = bundle, step_model, tokenizer
         self.backend = backend or type(step_model).__name__
-        self._reader = SourceReader(bundle, tokenizer)
+        self._reader = SourceReader(bundle, step_model, tokenizer)
         self._runner = Runner(bundle, step_model, tokenizer)
         self._closed = False
         self._lock = threading.Lock()
@@ -61,9 +65,14 @@ class Model:
     def generate(self, text: Text | Sequence[Text], **settings: Any) -> Generation | list[Generation]:
         """Decode one text, or many.
 
+        >>> model.generate("hello").text
+        'HH EH L OW'
+        >>> [generation.text for generation in model.generate(["a", "hello"], beam_size=1)]
+        ['AA', 'HH EH L OW']
+
         Args:
             text: a source text or a sequence of them; as a `TextRequest` where it has options of its own.
-            **settings: see `call`.
+            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled.
 
         Returns:
             A generation for a text, or a list of them, in order, for a sequence.
@@ -84,9 +93,14 @@ class Model:
     def generate_async(self, text: Text | Sequence[Text], **settings: Any) -> Pending[Any]:
         """Decode one text, or many, in another thread, of which there are as many as CPUs; calls beyond that wait.
 
+        >>> pending = model.generate_async("hello", deadline=60.0)
+        >>> pending.result().text
+        'HH EH L OW'
+
         Args:
-            text: see `generate`.
-            **settings: see `call`; the time that the call waits for a thread is taken off its deadline.
+            text: a source text or a sequence of them; as a `TextRequest` where it has options of its own.
+            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled; the time that the call waits for a
+                thread is taken off deadlines.
 
         Returns:
             What can be awaited, waited for and cancelled, and gives what `generate` does.
@@ -94,13 +108,13 @@ class Model:
         Raises:
             RequestError: an option that the model cannot serve; what is wrong with a text comes with the answer.
         """
-        call, given_up = self.call(**settings), threading.Event()
+        call, given_up, begin = self.call(**settings), threading.Event(), time.perf_counter()
         call = replace(call, cancelled=Either(call.cancelled, given_up))
         with self._lock:
             self._check_open()
             if self._workers is None:
                 self._workers = ThreadPoolExecutor(usable_cpus(), thread_name_prefix="tfm-export")
-            return Pending(self._workers.submit(self._generate, text, call), given_up)
+            return Pending(self._workers.submit(self._generate, text, call, since=begin), given_up)
 
     @overload
     def generate_iterable(
@@ -126,12 +140,17 @@ class Model:
         On a CPU, one thread for each of several batches gets more done than several threads for one batch:
         `load(path, threads=1)` and as many workers as CPUs is what `tfm-export run` takes for files.
 
+        >>> for answer in model.generate_iterable(["hello", ""], on_error="yield"):
+        ...     print(type(answer).__name__, getattr(answer, "text", answer))
+        Generation HH EH L OW
+        RequestError the text is empty
+
         Args:
-            texts: see `generate`; read a window at a time.
+            texts: source texts, or `TextRequest`s; read a window at a time.
             on_error: "raise" the error of a text in its place, or "yield" it there and go on.
             window: texts read and sorted by length at once; None for 16 batches of each worker.
             workers: how many threads decode, each batches of its own.
-            **settings: see `call`.
+            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled.
 
         Returns:
             A generation, or an error, for each text, in order.
@@ -140,29 +159,29 @@ class Model:
             RequestError: an option that the model cannot serve.
         """
         call = self.call(**settings)
-        prepare, answer = self._reader.text_request, self._runner.generation
-        return self._runner.iterate(texts, prepare, answer, call, window=window, workers=workers, on_error=on_error)
+        return self._runner.iterate(texts, self._reader.text, call, window=window, workers=workers, on_error=on_error)
 
-    def stream(self, text: Text, **settings: Any) -> Stream[Piece, Generation]:
+    def stream(self, text: Text, **settings: Any) -> Stream[Piece]:
         """Decode one text and give its tokens as soon as they can no longer change.
 
-        >>> for piece in model.stream("hello"):  # doctest: +SKIP
-        ...     print(piece.text, end="", flush=True)
+        >>> for piece in model.stream("hello"):
+        ...     print(piece.text, end="|", flush=True)
+        HH| EH| L| OW|
 
         Args:
-            text: see `generate`.
-            **settings: see `call`.
+            text: a source text, or a `TextRequest`.
+            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled.
 
         Returns:
             An iterator over pieces, whose texts together are the generation's; `answer` holds that at the end.
 
         Raises:
-            RequestError: see `generate`.
+            RequestError: a text or an option that the model, or a stream, cannot serve.
         """
         call = self.call(**settings)
         if call.options.replace_unknowns:
             raise RequestError("replace_unknowns needs the whole target: a stream cannot have it")
-        return Stream(self._runner.pieces(self._reader.text_request(text, call), call))
+        return Stream(self._runner.tokens(self._reader.text(text, call), call.options))
 
     def score(
         self,
@@ -175,12 +194,16 @@ class Model:
     ) -> list[list[float]]:
         """How likely targets are.
 
+        >>> likely, unlikely = model.score(["hello", "hello"], ["HH EH L OW", "AH"])
+        >>> sum(likely) > sum(unlikely)
+        True
+
         Args:
             texts: source texts.
             targets: a target text for each.
             add_end_token: score the end token after each target, too.
             max_batch_size: pairs at once.
-            long_source: see `call`.
+            long_source: "refuse" texts longer than the model takes, or "truncate" them.
 
         Returns:
             For each pair, the log-probability of every token of the target.
@@ -193,7 +216,7 @@ class Model:
             raise RequestError(f"there must be a target for each text, found {len(texts)} and {len(targets)}")
 
         def encode(pair: tuple[str, str]) -> tuple[list[int], list[int]]:
-            return self.encode_text(pair[0], long_source=long_source).ids, self._reader.target(pair[1])
+            return self._reader.cut(self._reader.encode(pair[0]), long_source), self._reader.target(pair[1])
 
         pairs = collect("pair", zip(texts, targets, strict=True), encode)
         sources, wanted = [source for source, _ in pairs], [target for _, target in pairs]
@@ -201,33 +224,37 @@ class Model:
 
     # Ids in, ids out.
 
-    def generate_ids(self, sources: Sequence[Ids], **settings: Any) -> list[IdsResult]:
+    def generate_ids(self, sources: Sequence[Ids], **settings: Any) -> list[Generation]:
         """Decode sources given as ids, exactly what the encoder gets: nothing is appended.
 
+        >>> ids = model.encode_text("hello").ids
+        >>> model.generate_ids([ids])[0].tokens == model.generate("hello").tokens
+        True
+
         Args:
-            sources: the ids of each, or a `Request` where it has options of its own.
-            **settings: see `call`.
+            sources: the ids of each, or a `decoding.Request` where it has options of its own.
+            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled.
 
         Returns:
-            A result for each source, in order.
+            A generation without texts for each source, in order.
 
         Raises:
-            RequestError: see `generate`.
-            NumericError: see `generate`.
+            RequestError: a source or an option that the model cannot serve; all that is wrong, before anything runs.
+            NumericError: the model gave a number that is not finite.
         """
         call = self.call(**settings)
-        prepared = collect("source", sources, lambda ids: self._reader.ids_request(ids, call))
-        return self._runner.answers(prepared, ids_result, call)
+        read = collect("source", sources, lambda ids: self._reader.ids(ids, call))
+        return self._runner.answers(read, call.options)
 
     @overload
     def generate_ids_iterable(
         self, sources: Iterable[Ids], *, on_error: Raise = "raise", **settings: Any
-    ) -> Iterator[IdsResult]: ...
+    ) -> Iterator[Generation]: ...
 
     @overload
     def generate_ids_iterable(
         self, sources: Iterable[Ids], *, on_error: Yield, **settings: Any
-    ) -> Iterator[IdsResult | TfmExportError]: ...
+    ) -> Iterator[Generation | TfmExportError]: ...
 
     def generate_ids_iterable(
         self,
@@ -237,18 +264,48 @@ class Model:
         window: int | None = None,
         workers: int = 1,
         **settings: Any,
-    ) -> Iterator[IdsResult | TfmExportError]:
-        """Decode a stream of sources of ids; see `generate_iterable` and `generate_ids`."""
-        call = self.call(**settings)
-        prepare = self._reader.ids_request
-        return self._runner.iterate(
-            sources, prepare, ids_result, call, window=window, workers=workers, on_error=on_error
-        )
+    ) -> Iterator[Generation | TfmExportError]:
+        """Decode a stream of sources of ids, of any length, in constant memory.
 
-    def stream_ids(self, source: Ids, **settings: Any) -> Stream[SettledToken, IdsResult]:
-        """Decode one source of ids and give its tokens as soon as they can no longer change; see `stream`."""
+        >>> sources = (model.encode_text(text).ids for text in ("a", "hello"))
+        >>> [len(generation.tokens) for generation in model.generate_ids_iterable(sources)]
+        [1, 4]
+
+        Args:
+            sources: the ids of each, or `decoding.Request`s; read a window at a time.
+            on_error: "raise" the error of a source in its place, or "yield" it there and go on.
+            window: sources read and sorted by length at once; None for 16 batches of each worker.
+            workers: how many threads decode, each batches of its own.
+            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled.
+
+        Returns:
+            A generation without texts, or an error, for each source, in order.
+
+        Raises:
+            RequestError: an option that the model cannot serve.
+        """
         call = self.call(**settings)
-        return Stream(self._runner.tokens(self._reader.ids_request(source, call), call))
+        return self._runner.iterate(sources, self._reader.ids, call, window=window, workers=workers, on_error=on_error)
+
+    def stream_ids(self, source: Ids, **settings: Any) -> Stream[SettledToken]:
+        """Decode one source of ids and give its tokens as soon as they can no longer change.
+
+        >>> stream = model.stream_ids(model.encode_text("hello").ids)
+        >>> [token.token for token in stream] == stream.answer.tokens
+        True
+
+        Args:
+            source: its ids, or a `decoding.Request`.
+            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled.
+
+        Returns:
+            An iterator over tokens; `answer` holds the generation at the end.
+
+        Raises:
+            RequestError: a source or an option that the model, or a stream, cannot serve.
+        """
+        call = self.call(**settings)
+        return Stream(self._runner.tokens(self._reader.ids(source, call), call.options))
 
     def score_ids(
         self,
@@ -258,7 +315,24 @@ class Model:
         add_end_token: bool = True,
         max_batch_size: int = 32,
     ) -> list[list[float]]:
-        """How likely targets given as ids are, without start and end token; see `score`."""
+        """How likely targets given as ids are.
+
+        >>> source, target = model.encode_text("hello").ids, model.generate("hello").tokens
+        >>> [len(log_probs) for log_probs in model.score_ids([source], [target])]
+        [5]
+
+        Args:
+            sources: ids of each.
+            targets: ids of a target for each, without start and end token.
+            add_end_token: score the end token after each target, too.
+            max_batch_size: pairs at once.
+
+        Returns:
+            For each pair, the log-probability of every token of the target.
+
+        Raises:
+            RequestError: a pair that the model cannot serve; all that is wrong, before anything runs.
+        """
         self._check_open()
         special = self.bundle.manifest.special_ids
         return score(
@@ -278,14 +352,18 @@ class Model:
     ) -> Call:
         """The settings that every way of decoding takes.
 
+        >>> model.generate("hello", long_source="truncate", deadline=60.0, beam_size=2).reason.value
+        'end token'
+
         Args:
             options: how to decode, all of it.
             long_source: "refuse" sources longer than the model takes, or "truncate" them, which the answer tells; the
                 end token is kept.
-            deadline: seconds after which a source gives what it has; they count from its admission to a batch.
+            deadline: seconds after which a source gives what it has. They count for each source from its joining a
+                batch: no time counts in which it waits for other sources, or for who reads the answers.
             cancelled: a `threading.Event` or the like, asked before every step; once it is set, sources give what they
                 have.
-            **option_fields: see `decode_options`.
+            **option_fields: fields of `DecodeOptions`; the bundle's defaults hold for the others.
 
         Raises:
             RequestError: the options are not valid, or the model is closed.
@@ -301,13 +379,16 @@ class Model:
     def decode_options(self, options: DecodeOptions | None = None, **option_fields: Any) -> DecodeOptions:
         """The options that a request is decoded with.
 
+        >>> model.decode_options(beam_size=4, suppress_sequences=["OW"]).suppress_sequences
+        ((27,),)
+
         Args:
             options: all of them, or None.
             **option_fields: fields of `DecodeOptions`; the bundle's defaults hold for the others. target_prefix and
                 suppress_sequences may be text.
 
         Raises:
-            RequestError: both were given, they are not valid, or a target would be longer than the model makes.
+            RequestError: both were given, they are not valid, or the model cannot serve them.
         """
         if options is not None and option_fields:
             raise RequestError(f"options were given, and {', '.join(option_fields)} beside them: give one or the other")
@@ -318,36 +399,39 @@ class Model:
             if isinstance(sequences := option_fields.get("suppress_sequences"), Sequence):
                 option_fields["suppress_sequences"] = [known(s) if isinstance(s, str) else s for s in sequences]
             options = DecodeOptions(**self._defaults(option_fields), **option_fields)
-        limit = self.step_model.limits.max_target_length
-        if options.max_decoding_length is not None and options.max_decoding_length > limit:
-            raise RequestError(
-                f"max_decoding_length is {options.max_decoding_length}; the model's targets have at most {limit} tokens"
-            )
+        model, special = self.step_model, self.bundle.manifest.special_ids
+        check_options(model, options, special, offered=model.capabilities.offers_attention)
         return options
 
     def encode_text(self, text: str, *, long_source: LongSource = "refuse") -> Source:
         """The ids that the encoder gets for a text.
 
+        >>> model.encode_text("ab").ids
+        [4, 5, 2]
+
         Args:
             text: a source text.
-            long_source: see `call`.
+            long_source: "refuse" a text longer than the model takes, or "truncate" it.
 
         Raises:
             RequestError: the bundle has no tokenizer, or the text is empty, unknown to it, or too long.
         """
-        return self._reader.text(text, long_source=long_source)
+        return self._reader.text(text, Call(options=DecodeOptions(), long_source=long_source))
 
     def check_ids(self, ids: Iterable[int], *, long_source: LongSource = "refuse") -> Source:
         """Make sure that the model can take a source.
 
+        >>> model.check_ids([4, 5, 2]).truncated
+        False
+
         Args:
             ids: of the source.
-            long_source: see `call`.
+            long_source: "refuse" more than the model takes, or "truncate" them.
 
         Raises:
             RequestError: they are not integers, out of range, none, or too many.
         """
-        return self._reader.ids(ids, long_source=long_source)
+        return self._reader.ids(ids, Call(options=DecodeOptions(), long_source=long_source))
 
     # Its life.
 
@@ -370,15 +454,15 @@ class Model:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _generate(self, text: Any, call: Call) -> Any:
+    def _generate(self, text: Any, call: Call, since: float | None = None) -> Any:
+        if since is not None:
+            call = replace(call, waited=time.perf_counter() - since)
         one = isinstance(text, Text)
-        prepared = collect("text", [text] if one else text, lambda item: self._reader.text_request(item, call))
-        generations = self._runner.answers(prepared, self._runner.generation, call)
+        sources = collect("text", [text] if one else text, lambda item: self._reader.text(item, call))
+        generations = self._runner.answers(sources, call.options)
         return generations[0] if one else generations
 
     def _defaults(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -396,55 +480,3 @@ class Model:
     def _check_open(self) -> None:
         if self._closed:
             raise RequestError("the model is closed", "load the bundle again")
-
-
-def _files_used(bundle: Bundle, ways: Iterable[Candidate]) -> list[str]:
-    """The files of a bundle that ways to run it read: a service waits until their hashes are known."""
-    folders = [
-        folder
-        for way in ways
-        for folder in ([f"onnx/{of}/" for of in way.variants] if way.engine is None else [f"engines/{way.engine}/"])
-    ]
-    used = (f"{TOKENIZER}/", *folders)
-    return [n for n in bundle.manifest.files if n.startswith(used) and not n.endswith(f"/{GENERATE}")]
-
-
-def load(
-    path: str | Path = DEFAULT_PATH,
-    *,
-    backend: Backend = "auto",
-    device: Device = None,
-    variant: str | None = None,
-    draft: str | None = None,
-    threads: int | None = None,
-    check_hashes: bool = True,
-) -> Model:
-    """Load a bundle on the first backend that runs here; `tfm_export.runtime.backends` has the order.
-
-    Args:
-        path: the bundle's folder.
-        backend: "onnxruntime" or "tensorrt" for no other; "auto" for any.
-        device: the number of a GPU, or "cuda:0", or "cpu", for no other; None for any.
-        variant: the precision. None is fp32 with ONNX Runtime, and an engine of any precision. "auto" is the fastest
-            that was made for a CPU, by the speeds that the bundle records (`Bundle.fastest_variant`), or an engine.
-        draft: another precision that guesses the next tokens of greedy search and sampling: the same tokens sooner,
-            where a step of up to 4 sentences costs what reading the weights costs. Only the CPU is left then. See
-            docs/decoding.md.
-        threads: threads to compute with on a CPU; None for the CPUs this process may use.
-        check_hashes: read every file that may be used and compare its hash with the manifest's; of all others, and
-            otherwise, only sizes are compared.
-
-    Raises:
-        BackendUnavailable: a library, a driver or a GPU is missing; it says which, and what to do.
-        BundleError: it is not a bundle, is damaged or of a newer format, or has no such variant.
-        RequestError: an argument means nothing, or threads is less than 1.
-    """
-    bundle = Bundle.open(path, check_hashes=False)
-    if check_hashes:
-        ways = candidates(bundle, backend=backend, device=device, variant=variant, draft=draft)
-        bundle.check(_files_used(bundle, ways))
-    tokenizer = load_tokenizer(bundle)
-    chosen, step_model = open_backend(
-        bundle, backend=backend, device=device, variant=variant, draft=draft, threads=threads
-    )
-    return Model(bundle, step_model, tokenizer, backend=str(chosen))

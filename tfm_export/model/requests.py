@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
 
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import Constraint, DecodeOptions, Request, SettledToken
-from tfm_export.decoding.result import Cancellation, check_ending
+from tfm_export.decoding.checks import request_problems
+from tfm_export.decoding.request import Cancellation, check_ending
 from tfm_export.errors import RequestError
+from tfm_export.runtime.step_model import StepModel
 from tfm_export.tokenizer import Tokenizer
 
 LongSource = Literal["refuse", "truncate"]
 LONG_SOURCE = ("refuse", "truncate")
+SHORTER = "long_source='truncate' (--long-source truncate) to cut it, or split the text"
 
 ItemT = TypeVar("ItemT")
 EncodedT = TypeVar("EncodedT")
@@ -23,16 +25,26 @@ EncodedT = TypeVar("EncodedT")
 
 @dataclass(frozen=True, kw_only=True)
 class TextRequest:
-    """A text and what is its own among the options; for ids it is `decoding.Request`.
+    """A text and what is its own among the options.
+
+    >>> from tfm_export import TextRequest
+    >>> model.generate(["hello", TextRequest(text="hello", target_prefix="HH AH")])[1].text
+    'HH AH L OW'
 
     Attributes:
         text: the source.
         target_prefix: what the target begins with, as text or ids; None takes the options' prefix.
-        constraint: see `decoding.Request`.
-        seed: see `decoding.Request`.
-        deadline: see `decoding.Request`; None takes the call's.
-        cancelled: see `decoding.Request`; the call's counts too.
-        on_tokens: see `decoding.Request`.
+        constraint: which tokens may follow what; None takes the options' constraint.
+        seed: of this text's samples; None takes the options' seed.
+        deadline: seconds after which it gives what it has; None takes the call's.
+        admitted: the time on the clock of `time.perf_counter` from which its deadline counts; None is the moment when
+            it joins a batch, so that no time counts in which it waits for others.
+        cancelled: asked before every step, as the call's is; once either is set, the text gives what it has.
+        on_tokens: called with the tokens that a step settled; True ends the text there.
+        priority: of the texts that wait the highest joins a batch first.
+
+    Raises:
+        RequestError: deadline or cancelled is not of its type; of the others that is told when the text is decoded.
     """
 
     text: str
@@ -40,21 +52,36 @@ class TextRequest:
     constraint: Constraint | None = None
     seed: int | None = None
     deadline: float | None = None
+    admitted: float | None = None
     cancelled: Cancellation | None = None
     on_tokens: Callable[[list[SettledToken]], bool | None] | None = None
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        check_ending(self.deadline, self.cancelled)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What the encoder gets for one source.
+    """What the encoder gets for one source, and what it came from.
+
+    >>> model.encode_text("ab").ids
+    [4, 5, 2]
 
     Attributes:
-        ids: within the model's vocabulary and no longer than it takes.
+        request: what decoding is asked for it; the model can serve it.
+        text: where it came from, if that is text.
         truncated: tokens were cut off at the end.
     """
 
-    ids: list[int]
-    truncated: bool = False
+    request: Request
+    text: str | None
+    truncated: bool
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """The ids, within the model's vocabulary and no more than it takes."""
+        return self.request.source
 
 
 class Either:
@@ -70,62 +97,40 @@ class Either:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What holds for every source of a call.
+    """What holds for every source of a call that has nothing of its own.
 
     Attributes:
         options: how to decode.
         long_source: what to do with sources that are too long.
-        deadline: see `decoding.Request`.
-        cancelled: see `decoding.Request`.
-        begin: when the call was made, on the clock of `time.perf_counter`.
+        deadline: seconds after which a source gives what it has; they count from its joining a batch.
+        cancelled: asked before every step, beside a source's own.
+        waited: seconds that the call has waited for a thread; they are taken off deadlines.
     """
 
     options: DecodeOptions
     long_source: LongSource = "refuse"
     deadline: float | None = None
     cancelled: Cancellation | None = None
-    begin: float = field(default_factory=time.perf_counter)
+    waited: float = 0.0
 
     def __post_init__(self) -> None:
         check_ending(self.deadline, self.cancelled)
-
-    def request(self, request: Request) -> Request:
-        """A request with the call's cancellation beside its own, and the call's deadline where it has none.
-
-        The time since the call, such as that spent waiting for a thread, is taken off the deadline.
-        """
-        deadline = self.deadline if request.deadline is None else request.deadline
-        if deadline is not None:
-            deadline = max(deadline - (time.perf_counter() - self.begin), 0.0)
-        both = Either(request.cancelled, self.cancelled) if request.cancelled and self.cancelled else None
-        return replace(request, deadline=deadline, cancelled=both or request.cancelled or self.cancelled)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A source, ready to be decoded.
-
-    Attributes:
-        source: what the encoder gets.
-        request: the same with its options.
-        text: where it came from, if that is text.
-    """
-
-    source: Source
-    request: Request
-    text: str | None = None
+        if self.long_source not in LONG_SOURCE:
+            raise RequestError(f"long_source must be one of {', '.join(LONG_SOURCE)}, found {self.long_source!r}")
 
 
 class SourceReader:
-    """Turns texts and ids into what a bundle's model takes.
+    """Turns texts and ids into what a bundle's model takes: the one place where they are checked.
 
     Args:
-        bundle: with the model's sizes and limits.
+        bundle: where the model comes from.
+        model: with its sizes and limits.
         tokenizer: None if the bundle has none.
     """
 
-    def __init__(self, bundle: Bundle, tokenizer: Tokenizer | None) -> None:
-        self._path, self._manifest, self._tokenizer = bundle.path, bundle.manifest, tokenizer
+    def __init__(self, bundle: Bundle, model: StepModel, tokenizer: Tokenizer | None) -> None:
+        self._path, self._special = bundle.path, bundle.manifest.special_ids
+        self._model, self._tokenizer = model, tokenizer
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -140,33 +145,42 @@ class SourceReader:
             )
         return self._tokenizer
 
-    def text(self, text: str, *, long_source: LongSource) -> Source:
-        """The ids of a source text; see `Model.encode_text`."""
+    def text(self, item: str | TextRequest, call: Call) -> Source:
+        """A text, ready to be decoded.
+
+        Raises:
+            RequestError: the model cannot take it.
+        """
+        asked = item if isinstance(item, TextRequest) else TextRequest(text=item)
+        prefix = None if asked.target_prefix is None else self.known_target(asked.target_prefix)
+        return self._source(asked, asked.text, self.encode(asked.text), prefix, call)
+
+    def ids(self, item: Iterable[int] | Request, call: Call) -> Source:
+        """A source of ids, ready to be decoded.
+
+        Raises:
+            RequestError: the model cannot take it.
+        """
+        asked = item if isinstance(item, Request) else Request(source=_integers(item))
+        return self._source(asked, None, _integers(asked.source), asked.target_prefix, call)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a source text.
+
+        Raises:
+            RequestError: the bundle has no tokenizer, or the text is none, is empty or unknown to it.
+        """
         tokenizer = self.tokenizer
         _check_text(text)
-        return self.ids(tokenizer.encode_source(text), long_source=long_source)
+        return tokenizer.encode_source(text)
 
-    def ids(self, ids: Iterable[int], *, long_source: LongSource) -> Source:
-        """Ids that the model takes; see `Model.check_ids`."""
-        if long_source not in LONG_SOURCE:
-            raise RequestError(f"long_source must be one of {', '.join(LONG_SOURCE)}, found {long_source!r}")
-        ids = _integers(ids)
-        if not ids:
-            raise RequestError("the source is empty: the encoder needs at least one token")
-        size = self._manifest.dimensions.source_vocabulary_size
-        if wrong := sorted({i for i in ids if not 0 <= i < size}):
-            raise RequestError(f"ids must be from 0 to {size - 1}, found {', '.join(map(str, wrong))}")
-        limit = self._manifest.limits.max_source_length
-        if len(ids) <= limit:
-            return Source(ids=ids)
-        if long_source == "refuse":
-            raise RequestError(
-                f"the source has {len(ids)} tokens; the model takes at most {limit}",
-                "long_source='truncate' (--long-source truncate) to cut it, or split the text",
-            )
-        special = self._manifest.special_ids
+    def cut(self, ids: list[int], long_source: LongSource) -> list[int]:
+        """Ids without those that are too many, if they are to be cut; the end token is kept."""
+        limit, special = self._model.limits.max_source_length, self._special
+        if len(ids) <= limit or long_source == "refuse":
+            return ids
         keeps_end = special.source_ends_with_eos and ids[-1] == special.eos
-        return Source(ids=[*ids[: limit - 1], special.eos] if keeps_end else ids[:limit], truncated=True)
+        return [*ids[: limit - 1], special.eos] if keeps_end else ids[:limit]
 
     def target(self, target: str | Sequence[int]) -> list[int]:
         """The ids of a target, which decoding checks.
@@ -183,41 +197,28 @@ class SourceReader:
         """The ids of a target that decoding is to follow: text must not have unknown tokens.
 
         Raises:
-            RequestError: see `target`.
+            RequestError: it has, or is not a target at all.
         """
-        ids, unk = self.target(target), self._manifest.special_ids.unk
+        ids, unk = self.target(target), self._special.unk
         if isinstance(target, str) and unk in ids:
             raise RequestError(f"{target!r} has tokens that the model's targets do not have")
         return ids
 
-    def text_request(self, item: str | TextRequest, call: Call) -> Prepared:
-        """A text, ready to be decoded.
-
-        Raises:
-            RequestError: the model cannot take it.
-        """
-        asked = item if isinstance(item, TextRequest) else TextRequest(text=item)
-        source = self.text(asked.text, long_source=call.long_source)
-        request = Request(
-            source=source.ids,
-            target_prefix=None if asked.target_prefix is None else self.known_target(asked.target_prefix),
-            constraint=asked.constraint,
-            seed=asked.seed,
-            deadline=asked.deadline,
-            cancelled=asked.cancelled,
-            on_tokens=asked.on_tokens,
-        )
-        return Prepared(source=source, request=call.request(request), text=asked.text)
-
-    def ids_request(self, item: Sequence[int] | Request, call: Call) -> Prepared:
-        """A source of ids, ready to be decoded.
-
-        Raises:
-            RequestError: the model cannot take it.
-        """
-        request = item if isinstance(item, Request) else Request(source=item)
-        source = self.ids(request.source, long_source=call.long_source)
-        return Prepared(source=source, request=call.request(replace(request, source=source.ids)))
+    def _source(
+        self, asked: TextRequest | Request, text: str | None, ids: list[int], prefix: Sequence[int] | None, call: Call
+    ) -> Source:
+        own: dict[str, Any] = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name != "text"}
+        if own["deadline"] is None:
+            own["deadline"] = call.deadline
+        if own["deadline"] is not None and asked.admitted is None:
+            own["deadline"] -= call.waited
+        if call.cancelled is not None:
+            own["cancelled"] = Either(asked.cancelled, call.cancelled) if asked.cancelled else call.cancelled
+        fitting = self.cut(ids, call.long_source)
+        request = Request(**{**own, "source": fitting, "target_prefix": prefix})
+        if problems := list(request_problems(self._model, request, call.options, "the source")):
+            raise RequestError(problems, SHORTER if len(fitting) > self._model.limits.max_source_length else None)
+        return Source(request=request, text=text, truncated=len(fitting) < len(ids))
 
 
 def collect(name: str, items: Iterable[ItemT], encode: Callable[[ItemT], EncodedT]) -> list[EncodedT]:

@@ -1,4 +1,4 @@
-"""Prepared sources to answers: all at once, window by window, or token by token."""
+"""Sources to answers: all at once, window by window, or token by token."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Literal, TypeVar
 
 import numpy as np
 
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, Hypothesis, Result, SettledToken, generate, stream
-from tfm_export.decoding.result import are_ids
+from tfm_export.decoding.request import are_ids
 from tfm_export.errors import NumericError, RequestError, TfmExportError
-from tfm_export.model.answers import Generation, IdsResult, Piece
-from tfm_export.model.requests import Call, Either, Prepared
+from tfm_export.model.answers import Generation, Piece
+from tfm_export.model.requests import Call, Either, Source
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.runtime.threads import MOST_THREADS
 from tfm_export.tokenizer import Tokenizer
@@ -30,21 +30,10 @@ ON_ERROR = ("raise", "yield")
 BATCHES_AHEAD = 16
 
 ItemT = TypeVar("ItemT")
-AnswerT = TypeVar("AnswerT")
-Prepare = Callable[[ItemT, Call], Prepared]
-Answer = Callable[[Prepared, Result, Call], AnswerT]
-Window = list[Prepared | TfmExportError]
-OfWindow = tuple[Window, list[AnswerT | TfmExportError]]
-Decoded = Generator[OfWindow[AnswerT], None, None]
-
-
-@runtime_checkable
-class AttentionSource(Protocol):
-    """A step model that can make one whose steps give attention."""
-
-    def with_attention(self) -> StepModel:
-        """The same model with steps that give attention."""
-        ...
+Read = Callable[[ItemT, Call], Source]
+Answered = list[Generation | TfmExportError]
+Window = list[Source | TfmExportError]
+Decoded = Generator[tuple[Window, Answered], None, None]
 
 
 class Runner:
@@ -61,24 +50,23 @@ class Runner:
         self._attending: StepModel | None = None
         self._lock = threading.Lock()
 
-    def answers(self, prepared: Sequence[Prepared], answer: Answer[AnswerT], call: Call) -> list[AnswerT]:
+    def answers(self, sources: Sequence[Source], options: DecodeOptions) -> list[Generation]:
         """Decode together."""
-        model = self._model_for(call.options)
-        results = generate(model, [p.request for p in prepared], call.options, self._special)
-        return [answer(p, result, call) for p, result in zip(prepared, results, strict=True)]
+        requests = [source.request for source in sources]
+        results = generate(self._model_for(options), requests, options, self._special, checked=True)
+        return [self._answer(*pair, options) for pair in zip(sources, results, strict=True)]
 
     def iterate(
         self,
         items: Iterable[ItemT],
-        prepare: Prepare[ItemT],
-        answer: Answer[AnswerT],
+        read: Read[ItemT],
         call: Call,
         *,
         window: int | None,
         workers: int,
         on_error: OnError,
-    ) -> Iterator[AnswerT | TfmExportError]:
-        """Decode a window of items at a time; see `Model.generate_iterable`."""
+    ) -> Iterator[Generation | TfmExportError]:
+        """Decode a window of items at a time, and give an answer, or an error, for each of them, in order."""
         if on_error not in ON_ERROR:
             raise RequestError(f"on_error must be one of {', '.join(ON_ERROR)}, found {on_error!r}")
         if window is not None and not (are_ids([window]) and window >= 1):
@@ -87,52 +75,47 @@ class Runner:
             raise RequestError(f"workers must be an integer from 1 to {MOST_THREADS:,}, found {workers!r}")
         batch = call.options.max_batch_size if call.options.batch_type == "examples" else 32
         size, given_up = window or BATCHES_AHEAD * batch * workers, threading.Event()
-        if workers == 1:
-            decoded = self._decoded(_windows(items, prepare, call, size), answer, call)
-        else:
+        if workers > 1:
             call = replace(call, cancelled=Either(call.cancelled, given_up))
-            windows = _windows(items, prepare, call, size)
-            decoded = self._decoded_by(workers, windows, answer, call, given_up)
+        windows = _windows(items, read, call, size)
+        decoded: Decoded
+        if workers > 1:
+            decoded = self._decoded_by(workers, windows, call.options, given_up)
+        else:
+            decoded = ((w, self._each(_readable(w), call.options)) for w in windows)
         with closing(decoded):
-            for prepared, answers in decoded:
+            for sources, answers in decoded:
                 each = iter(answers)
-                for one in prepared:
-                    found = next(each) if isinstance(one, Prepared) else one
+                for one in sources:
+                    found = next(each) if isinstance(one, Source) else one
                     if isinstance(found, TfmExportError) and on_error == "raise":
                         raise found
                     yield found
 
-    def _decoded(self, windows: Iterable[Window], answer: Answer[AnswerT], call: Call) -> Decoded[AnswerT]:
-        """Each window with the answers to what of it could be prepared."""
-        for window in windows:
-            yield window, self._each(_prepared(window), answer, call)
-
     def _decoded_by(
-        self, workers: int, windows: Iterable[Window], answer: Answer[AnswerT], call: Call, given_up: threading.Event
-    ) -> Decoded[AnswerT]:
-        """The same by several threads, which all have their share of each window; the next one is begun meanwhile.
+        self, workers: int, windows: Iterable[Window], options: DecodeOptions, given_up: threading.Event
+    ) -> Decoded:
+        """Windows decoded by several threads, which all have their share of each; the next one is begun meanwhile.
 
         Args:
             workers: how many threads.
             windows: what to decode.
-            answer: makes the answers.
-            call: its cancellation is set by given_up.
-            given_up: is set when the caller wants no more.
+            options: how.
+            given_up: is set when the caller wants no more, and cancels all that is being decoded.
         """
 
-        def gathered(window: Window, shares: list[Future[list[AnswerT | TfmExportError]]]) -> OfWindow[AnswerT]:
-            answers: list[Any] = [None] * len(_prepared(window))
-            for number, share in enumerate(shares):
-                answers[number::workers] = share.result()
-            return window, answers
+        def gathered(window: Window, shares: list[Future[Answered]]) -> tuple[Window, Answered]:
+            every = [iter(share.result()) for share in shares]
+            return window, [next(every[number % workers]) for number in range(len(_readable(window)))]
 
         with ThreadPoolExecutor(workers, thread_name_prefix="tfm-export") as pool:
-            ahead: deque[tuple[Window, list[Future[list[AnswerT | TfmExportError]]]]] = deque()
+            ahead: deque[tuple[Window, list[Future[Answered]]]] = deque()
             try:
                 for window in windows:
-                    every = _prepared(window)
-                    shares = [pool.submit(self._each, every[n::workers], answer, call) for n in range(workers)]
-                    ahead.append((window, shares))
+                    sources = _readable(window)
+                    ahead.append(
+                        (window, [pool.submit(self._each, sources[n::workers], options) for n in range(workers)])
+                    )
                     if len(ahead) > 1:
                         yield gathered(*ahead.popleft())
                 while ahead:
@@ -141,52 +124,31 @@ class Runner:
                 given_up.set()
                 pool.shutdown(wait=False, cancel_futures=True)  # what runs ends at its next step
 
-    def _each(
-        self, prepared: Sequence[Prepared], answer: Answer[AnswerT], call: Call
-    ) -> list[AnswerT | TfmExportError]:
+    def _each(self, sources: Sequence[Source], options: DecodeOptions) -> Answered:
         """Decode together; where that fails, in halves, so that all but those that fail have their answers."""
         try:
-            return [*self.answers(prepared, answer, call)]
+            return [*self.answers(sources, options)]
         except (RequestError, NumericError) as error:
-            if len(prepared) == 1:
+            if len(sources) == 1:
                 return [error]
-        middle = len(prepared) // 2
-        return self._each(prepared[:middle], answer, call) + self._each(prepared[middle:], answer, call)
+        middle = len(sources) // 2
+        return self._each(sources[:middle], options) + self._each(sources[middle:], options)
 
-    def pieces(self, prepared: Prepared, call: Call) -> Generator[Piece, None, Generation]:
-        """Decode one text token by token."""
-        assert self._tokenizer is not None  # the source came from it
-        settled = self.tokens(prepared, call)
+    def tokens(self, source: Source, options: DecodeOptions) -> Generator[SettledToken, None, Generation]:
+        """Decode one source token by token; the tokens of a text are pieces of its target."""
         ids: list[int] = []
         told = ""
-        while True:
-            try:
-                token = next(settled)
-            except StopIteration as end:
-                return self.generation(prepared, end.value, call)
-            ids.append(token.token)
-            text = self._tokenizer.decode_target(ids)
-            yield Piece(token.token, token.log_prob, text[len(told) :])
-            told = text
-
-    def tokens(self, prepared: Prepared, call: Call) -> Generator[SettledToken, None, IdsResult]:
-        """Decode one source token by token."""
-        steps = stream(self._model_for(call.options), prepared.request, call.options, self._special)
-        for item in steps:
+        for item in stream(self._model_for(options), source.request, options, self._special, checked=True):
             if isinstance(item, Result):
-                return ids_result(prepared, item, call)
-            yield item
+                return self._answer(source, item, options)
+            if source.text is None or self._tokenizer is None:
+                yield item
+                continue
+            ids.append(item.token)
+            text = self._tokenizer.decode_target(ids)
+            yield Piece(item.token, item.log_prob, text[len(told) :])
+            told = text
         raise AssertionError("a stream ends with its result")
-
-    def generation(self, prepared: Prepared, result: Result, call: Call) -> Generation:
-        """The answer to a text."""
-        return Generation(
-            texts=[self._text(prepared, hypothesis, call) for hypothesis in result.hypotheses],
-            hypotheses=result.hypotheses,
-            source_truncated=prepared.source.truncated,
-            statistics=result.statistics,
-            reason=result.reason,
-        )
 
     def close(self) -> None:
         """Free what this has loaded."""
@@ -197,44 +159,45 @@ class Runner:
     def _model_for(self, options: DecodeOptions) -> StepModel:
         """The step model, or the slower one that gives attention where the options need it."""
         model = self._step_model
-        if not options.needs_attention or model.gives_attention or not isinstance(model, AttentionSource):
+        can = model.capabilities
+        if not options.needs_attention or can.gives_attention or not can.offers_attention:
             return model  # decoding refuses a model that does not give what the options need
         with self._lock:
             if self._attending is None:
                 self._attending = model.with_attention()
             return self._attending
 
-    def _text(self, prepared: Prepared, hypothesis: Hypothesis, call: Call) -> str:
-        assert self._tokenizer is not None
-        assert prepared.text is not None  # the source came from it
+    def _answer(self, source: Source, result: Result, options: DecodeOptions) -> Generation:
+        texts = None
+        if source.text is not None:
+            texts = [self._text(source, source.text, hypothesis, options) for hypothesis in result.hypotheses]
+        return Generation(**vars(result), texts=texts, source_truncated=source.truncated)
+
+    def _text(self, source: Source, text: str, hypothesis: Hypothesis, options: DecodeOptions) -> str:
+        assert self._tokenizer is not None  # the source came from it
         ids, unk = hypothesis.tokens, self._special.unk
-        places = [place for place, token in enumerate(ids) if token == unk] if call.options.replace_unknowns else []
+        places = [place for place, token in enumerate(ids) if token == unk] if options.replace_unknowns else []
         if not places:
             return self._tokenizer.decode_target(ids)
         assert hypothesis.attention is not None
-        words = self._tokenizer.split_source(prepared.text)[: len(prepared.source.ids)]
+        words = self._tokenizer.split_source(text)[: len(source.ids)]
         # The end token has no word, however much attention it gets.
         best = np.argmax(hypothesis.attention[places, : len(words)], axis=1).tolist()
         return self._tokenizer.decode_target(ids, {p: words[word] for p, word in zip(places, best, strict=True)})
 
 
-def ids_result(prepared: Prepared, result: Result, _: Call) -> IdsResult:
-    """The answer to a source of ids."""
-    return IdsResult(**vars(result), source_truncated=prepared.source.truncated)
-
-
-def _windows(items: Iterable[ItemT], prepare: Prepare[ItemT], call: Call, size: int) -> Iterator[Window]:
+def _windows(items: Iterable[ItemT], read: Read[ItemT], call: Call, size: int) -> Iterator[Window]:
     items = iter(items)
     while some := list(islice(items, size)):
-        yield [_prepared_or_error(prepare, item, call) for item in some]
+        yield [_source_or_error(read, item, call) for item in some]
 
 
-def _prepared(window: Window) -> list[Prepared]:
-    return [one for one in window if isinstance(one, Prepared)]
-
-
-def _prepared_or_error(prepare: Prepare[ItemT], item: ItemT, call: Call) -> Prepared | TfmExportError:
+def _source_or_error(read: Read[ItemT], item: ItemT, call: Call) -> Source | TfmExportError:
     try:
-        return prepare(item, call)
+        return read(item, call)
     except RequestError as error:
         return error
+
+
+def _readable(window: Window) -> list[Source]:
+    return [one for one in window if isinstance(one, Source)]

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from tfm_export.errors import ExportError
-from tfm_export.passes.linears import add_initializer
+from tfm_export.passes.linears import add_initializer, numbers_of
 from tfm_export.passes.weight_only import BLOCKS, block_size, round_blocks
 
 _IDS = ("source_ids", "target_ids")
@@ -44,7 +44,6 @@ def quantize_embeddings(model: ir.Model, name: str, *, block: int = BLOCKS[8]) -
     assert table is not None
     if len(table.uses()) > 1:
         return []
-    assert table.const_value is not None
     numbers, scale, size = _shared(model, table) or _own(model, table, block)
     _read_rows(lookup, numbers, scale, size)
     model.graph.initializers.pop(table.name or "")
@@ -90,7 +89,7 @@ def _lookup(model: ir.Model, name: str) -> ir.Node:
                 f"expected an embedding table in float32 in {name}, found {None if table is None else table.dtype}",
                 "start from the fp32 graphs of a bundle",
             )
-        if not np.isfinite(table.const_value.numpy()).all():
+        if not np.isfinite(numbers_of(table)).all():
             raise ExportError(f"the table {table.name} of {name} has numbers that are not finite")
         return node
     raise ExportError(f"{name} looks up no token ids in a table", "start from the fp32 graphs of a bundle")
@@ -98,8 +97,7 @@ def _lookup(model: ir.Model, name: str) -> ir.Node:
 
 def _own(model: ir.Model, table: ir.Value, block: int) -> tuple[ir.Value, ir.Value, int]:
     """Integers [V, M] and scales [V, blocks] of the table's own, and the block."""
-    assert table.const_value is not None
-    array: NDArray[np.float32] = table.const_value.numpy()
+    array = numbers_of(table)
     size = block_size(array.shape[1], block)
     numbers, scale = round_blocks(array.T, 8, size)
     stored = add_initializer(model, f"{table.name}{_ROWS}", np.ascontiguousarray(numbers.T))
@@ -114,20 +112,18 @@ def _shared(model: ir.Model, table: ir.Value) -> tuple[ir.Value, ir.Value, int] 
     (dequantize,) = numbers.consumers()
     scale, block = dequantize.inputs[1], dequantize.attributes.get("block_size")
     assert scale is not None
-    assert scale.const_value is not None
     rows = _store_as_rows(model, numbers, f"{table.name}{_ROWS}")
     if block is not None:
         return rows, _store_as_rows(model, scale, f"{table.name}{_SCALE}"), block.as_int()
     # One scale a column of the projection, which is a row of the table.
-    column = np.ascontiguousarray(scale.const_value.numpy()[:, None])
+    column = np.ascontiguousarray(numbers_of(scale)[:, None])
     assert rows.shape is not None
     return rows, add_initializer(model, f"{table.name}{_SCALE}", column), int(rows.shape.numpy()[1])
 
 
 def _store_as_rows(model: ir.Model, value: ir.Value, name: str) -> ir.Value:
     """Store a constant's transpose instead of it, and let what reads the constant read that through a Transpose."""
-    assert value.const_value is not None
-    stored = add_initializer(model, name, np.ascontiguousarray(value.const_value.numpy().T))
+    stored = add_initializer(model, name, np.ascontiguousarray(numbers_of(value).T))
     node = ir.node("Transpose", [stored], {"perm": [1, 0]}, name=f"{name}_transpose")
     (reader,) = value.consumers()
     model.graph.insert_before(reader, node)
@@ -140,11 +136,10 @@ def _store_as_rows(model: ir.Model, value: ir.Value, name: str) -> ir.Value:
 def _fold_transposes(model: ir.Model, value: ir.Value) -> None:
     """Undo `_store_as_rows` for the readers of a constant."""
     for node in list(value.consumers()):
-        assert value.const_value is not None
         output = node.outputs[0]
         name = output.name or ""
         output.name = f"{name}_replaced"
-        folded = add_initializer(model, name, np.ascontiguousarray(value.const_value.numpy().T))
+        folded = add_initializer(model, name, np.ascontiguousarray(numbers_of(value).T))
         ir.convenience.replace_all_uses_with(output, folded)
         model.graph.remove(node, safe=True)
 
@@ -195,8 +190,6 @@ def _producer(value: ir.Value | None) -> ir.Node:
 
 def _floats(numbers: ir.Value, scale: ir.Value, block: int) -> NDArray[np.float32]:
     """The table [V, M], float32, that integers [V, M] and scales [V, blocks] stand for."""
-    assert numbers.const_value is not None
-    assert scale.const_value is not None
-    integers = numbers.const_value.numpy()
-    factors = np.repeat(scale.const_value.numpy(), block, axis=1)[:, : integers.shape[1]]
+    integers = numbers_of(numbers)
+    factors = np.repeat(numbers_of(scale), block, axis=1)[:, : integers.shape[1]]
     return np.ascontiguousarray(integers * factors, np.float32)

@@ -15,35 +15,20 @@ import onnx_ir as ir
 from tfm_export.errors import ExportError
 from tfm_export.passes.linears import add_initializer
 
-MULTIPLE = 8
-SMALLEST = 16
 
-
-def padded_head_size(head_size: int) -> int:
-    """The next head size for which TensorRT has 16-bit attention kernels: multiples of 8 from 16 on.
-
-    Measured with TensorRT-RTX 1.7.1: heads of 12 or 20 do not compile, fused or not; of 4, 7 or 8 only decomposed.
-    """
-    return max(SMALLEST, -(-head_size // MULTIPLE) * MULTIPLE)
-
-
-def pad_heads(model: ir.Model, head_size: int) -> int:
+def pad_heads(model: ir.Model, head_size: int, padded: int) -> None:
     """Widen all heads of a graph in place, with its caches and cross-attention keys and values.
 
     Args:
         model: encoder.onnx or decoder_step.onnx of any variant.
         head_size: D, of its heads.
-
-    Returns:
-        The new head size; the old one if that needs no padding, and then nothing is changed.
+        padded: the new head size; if it is the old one, nothing is changed.
 
     Raises:
         ExportError: the graph's keys and values are not where they should be.
     """
-    padded = padded_head_size(head_size)
     if padded != head_size:
         _Padding(model, head_size, padded).apply()
-    return padded
 
 
 class _Padding:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -37,30 +38,41 @@ class Linear:
 
     def weight(self) -> NDArray[np.float32]:
         """W [K, N], float32."""
-        value = self.node.inputs[1]
-        assert value is not None
-        assert value.const_value is not None
-        weight: NDArray[np.float32] = value.const_value.numpy()
+        weight = numbers_of(self.node.inputs[1])
         return weight.T if self.transposed else weight
 
-    def replace(self, x: ir.Value, weight: ir.Value, *, operator: Literal["MatMul", "Gemm"] = "MatMul") -> ir.Value:
-        """Put a product and the Add of the bias in the place of the Gemm.
+    @property
+    def weight_name(self) -> str:
+        """The name of W in its graph."""
+        return f"{self.name.partition('/')[2]}.weight"
+
+    def dequantize_weight(self, stored: Sequence[ir.Value], attributes: Mapping[str, int]) -> ir.Value:
+        """W [K, N], float32, as a DequantizeLinear with these inputs and attributes gives it in front of the Gemm."""
+        node = ir.node("DequantizeLinear", stored, attributes, name=f"{self.weight_name}_dequantize")
+        weight = node.outputs[0]
+        weight.name, weight.dtype = f"{self.weight_name}_dequantized", ir.DataType.FLOAT
+        weight.shape = ir.Shape(self.weight().shape)
+        assert self.node.graph is not None
+        self.node.graph.insert_before(self.node, node)
+        return weight
+
+    def replace(self, x: ir.Value, weight: ir.Value) -> ir.Value:
+        """Put a Gemm without a bias and the Add of the bias in the place of the Gemm, and drop W if nothing reads it.
 
         Args:
             x: [R, K], what is multiplied instead of the Gemm's input.
             weight: [K, N], computed by nodes that are in the graph already.
-            operator: of the product; a Gemm without a bias is the same number.
 
         Returns:
             The sum, which everything that read the Gemm's output reads now; it keeps that output's name.
         """
         graph, output = self.node.graph, self.node.outputs[0]
         assert graph is not None
-        bias = self.node.inputs[2]
+        _, float_weight, bias = self.node.inputs
         name, was_output = output.name, output.is_graph_output()
         assert not was_output, "a graph's outputs are never a Gemm's"
         assert output.dtype is not None
-        product = ir.node(operator, [x, weight], name=f"{self.node.name}_product")
+        product = ir.node("Gemm", [x, weight], name=f"{self.node.name}_product")
         product.outputs[0].dtype, product.outputs[0].shape = output.dtype, output.shape
         product.outputs[0].name = f"{name}_product"
         total = ir.node("Add", [product.outputs[0], bias], name=f"{self.node.name}_bias")
@@ -69,6 +81,8 @@ class Linear:
         ir.convenience.replace_all_uses_with(output, total.outputs[0])
         graph.remove(self.node, safe=True)
         total.outputs[0].name = name
+        if float_weight is not None and not float_weight.uses():  # a tied table is still an embedding
+            graph.initializers.pop(float_weight.name or "")
         return total.outputs[0]
 
 
@@ -87,6 +101,22 @@ def linears(model: ir.Model, name: str) -> list[Linear]:
             layer = (weight.name or "").removesuffix(".weight")
             found.append(Linear(f"{name}/{layer}", node))
     return found
+
+
+def weight_problems(layers: Iterable[Linear]) -> Iterator[str]:
+    """Why the weights of layers cannot be quantised: they are not float32, or have numbers that are not finite."""
+    for layer in layers:
+        if layer.input.dtype != ir.DataType.FLOAT:
+            yield f"{layer.name} must be float32, found {layer.input.dtype}"
+        elif not np.isfinite(layer.weight()).all():
+            yield f"the weight of {layer.name} has numbers that are not finite"
+
+
+def numbers_of(constant: ir.Value | None) -> NDArray[Any]:
+    """The numbers of a constant, in its own type."""
+    assert constant is not None
+    assert constant.const_value is not None
+    return constant.const_value.numpy()
 
 
 def add_initializer(model: ir.Model, name: str, array: NDArray[Any], dtype: ir.DataType | None = None) -> ir.Value:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from tfm_export.passes.linears import add_initializer
+from tfm_export.passes.linears import add_initializer, numbers_of
 
 
 def merge_block_linears(model: ir.Model) -> int:
@@ -60,7 +60,7 @@ def _merge(model: ir.Model, products: list[ir.Node]) -> None:
     for index, what in enumerate(("weight", "scale")):
         parts = [node.inputs[index] for node in dequantizers]
         dtype = parts[0].dtype if parts[0] is not None else None
-        arrays = [part.const_value.numpy() for part in parts if part is not None and part.const_value is not None]
+        arrays = [numbers_of(part) for part in parts]
         merged.append(add_initializer(model, f"{name}_{what}", np.concatenate(arrays, axis=1), dtype))
     attributes = {"axis": 0, "block_size": dequantizers[0].attributes["block_size"].as_int()}
     dequantize = ir.node("DequantizeLinear", merged, attributes, name=f"{name}_dequantize")

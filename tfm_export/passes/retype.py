@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from tfm_export import graph
 from tfm_export.errors import ExportError
-from tfm_export.passes.linears import add_initializer
+from tfm_export.passes.linears import add_initializer, numbers_of
+from tfm_export.precision import FLOATS_16_BIT, PRECISIONS, FloatType
 
-FloatType = Literal["float16", "bfloat16"]
-TYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+TYPES = {p.float_type: ir.DataType[p.float_type.upper()] for p in map(PRECISIONS.__getitem__, FLOATS_16_BIT)}
 
 # What was measured is a sample, and other inputs go further; and some kernels add up products in 16 bits, where partial
 # sums go further than the sum. So values have to stay this many times below the type's largest number.
@@ -62,13 +62,13 @@ def retype(
     ranges: Mapping[str, float] | None = None,
     quantized: bool = False,
 ) -> Retyped:
-    """Change a float32 graph of a bundle to a 16-bit type, in place.
+    """Change a float32 graph of a bundle to another type, in place.
 
     Its inputs and outputs are then those of `graph`'s tables with that float_type.
 
     Args:
         model: encoder.onnx, decoder_step.onnx or decoder_step_attention.onnx in fp32.
-        float_type: the type.
+        float_type: the type; with float32 the graph stays as it is.
         ranges: the largest absolute value of every computed float32 value on real decode traces, by its name in this
             graph; what `MOVES` and TensorScatter give need not be there. A value that is missing stays in float32.
             None: every value is taken to fit.
@@ -78,6 +78,8 @@ def retype(
         ExportError: the graph is not a float32 graph, or its caches or cross-attention keys and values, which have the
             type whatever else stays, do not fit. The graph is as it was.
     """
+    if float_type == "float32":
+        return Retyped({})
     _check_form(model, quantized=quantized)
     plan = _Plan(model, TYPES[float_type], ranges)
     _retype_constants(model, plan)
@@ -175,7 +177,7 @@ class _Plan:
             readers = [node for node in self._readers.get(value, ()) if self.types.get(node) != _FLOAT]
             if value.dtype != _FLOAT or all(node.op_type == "Where" for node in readers):
                 continue  # Where fills what is masked: any number far below the others does
-            numbers = _numbers(value)
+            numbers = numbers_of(value)
             problem = self._problem(float(np.abs(numbers).max(initial=0, where=np.isfinite(numbers))), 1.0)
             if not problem and numbers.size == 1 and _rounded(numbers, self.type).astype(np.float32) != numbers:
                 readers = [node for node in readers if node.op_type in {"Mul", "Div"}]
@@ -242,12 +244,6 @@ def _has_floats(node: ir.Node) -> bool:
     return bool(_floats(node.outputs) or _floats(node.inputs))
 
 
-def _numbers(constant: ir.Value) -> NDArray[np.float32]:
-    assert constant.const_value is not None
-    numbers: NDArray[np.float32] = constant.const_value.numpy()
-    return numbers
-
-
 def _rounded(numbers: NDArray[np.float32], type_: ir.DataType) -> NDArray[Any]:
     """The nearest numbers of a type; beyond its range its largest, for what fills masked positions."""
     limit = np.float32(type_.max)
@@ -270,10 +266,10 @@ def _retype_constants(model: ir.Model, plan: _Plan) -> None:
             continue
         name = value.name or ""
         if len(readers) == len(value.uses()):
-            value.const_value = ir.Tensor(_rounded(_numbers(value), plan.type), name=name)
+            value.const_value = ir.Tensor(_rounded(numbers_of(value), plan.type), name=name)
             value.dtype = plan.type
             continue
-        copy = add_initializer(model, f"{name}_{plan.type.name.lower()}", _rounded(_numbers(value), plan.type))
+        copy = add_initializer(model, f"{name}_{plan.type.name.lower()}", _rounded(numbers_of(value), plan.type))
         for node, index in readers:
             node.replace_input_with(index, copy)
 

@@ -22,7 +22,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from tfm_export.errors import ExportError
-from tfm_export.passes.linears import Linear, add_initializer, linears
+from tfm_export.passes.linears import Linear, add_initializer, linears, weight_problems
 
 INT8_LEVELS = 127
 REDUCED_LEVELS = 64  # the most at which two products with uint8 fit into 16 bits: 2 x 255 x 64 = 32,640
@@ -72,10 +72,7 @@ def quantize_static(
         x = layer.input
         if x not in inputs:
             inputs[x] = _quantize_input(model, layer, thresholds[f"{name}/{x.name}"], format_)
-        float_weight = layer.node.inputs[1]
-        layer.replace(inputs[x], _quantize_weight(model, layer, format_), operator="Gemm")
-        if float_weight is not None and not float_weight.uses():  # a tied table is still an embedding
-            model.graph.initializers.pop(float_weight.name or "")
+        layer.replace(inputs[x], _quantize_weight(model, layer, format_))
     return [layer.name for layer in layers]
 
 
@@ -105,11 +102,7 @@ def _check(layers: list[Linear], name: str, thresholds: Mapping[str, float]) -> 
             problems.append(f"{name}/{value.name} has no threshold")
         elif not (math.isfinite(threshold) and threshold >= 0):
             problems.append(f"the threshold of {name}/{value.name} must be a number from 0 up, found {threshold}")
-    for layer in layers:
-        if layer.input.dtype != ir.DataType.FLOAT:
-            problems.append(f"{layer.name} must be float32, found {layer.input.dtype}")
-        elif not np.isfinite(layer.weight()).all():
-            problems.append(f"the weight of {layer.name} has numbers that are not finite")
+    problems += weight_problems(layers)
     if problems:
         raise ExportError(problems, "thresholds that were measured on the fp32 graphs of the same bundle")
 
@@ -170,8 +163,8 @@ def _quantize_input(model: ir.Model, layer: Linear, threshold: float, format_: _
 
 def _quantize_weight(model: ir.Model, layer: Linear, format_: _Format) -> ir.Value:
     """Store a layer's weight [K, N] in 8 bits with a scale a column; give what DequantizeLinear makes of it."""
-    weight, base = layer.weight(), f"{layer.name.partition('/')[2]}.weight"
-    numbers, scale = quantize_columns(weight, format_.weight_levels, format_.weights)
+    base = layer.weight_name
+    numbers, scale = quantize_columns(layer.weight(), format_.weight_levels, format_.weights)
     constants = [
         add_initializer(model, f"{base}_{format_.label}", numbers),
         add_initializer(model, f"{base}_scale", scale),
@@ -179,14 +172,7 @@ def _quantize_weight(model: ir.Model, layer: Linear, format_: _Format) -> ir.Val
     if format_.zero_point is not None:
         zero = np.zeros(scale.shape, format_.weights.numpy())
         constants.append(add_initializer(model, f"{base}_zero_point", zero))
-    node = ir.node("DequantizeLinear", constants, {"axis": 1}, name=f"{base}_dequantize")
-    dequantized = node.outputs[0]
-    dequantized.name, dequantized.dtype = f"{base}_dequantized", ir.DataType.FLOAT
-    dequantized.shape = ir.Shape(weight.shape)
-    graph = layer.node.graph
-    assert graph is not None
-    graph.insert_before(layer.node, node)
-    return dequantized
+    return layer.dequantize_weight(constants, {"axis": 1})
 
 
 def quantize_columns(

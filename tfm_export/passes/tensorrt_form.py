@@ -7,29 +7,21 @@ of 0, multiplies in 8 bits what DequantizeLinear feeds, and computes the rest in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from tfm_export.errors import ExportError
 from tfm_export.passes.embeddings import dequantize_embeddings
-from tfm_export.passes.linears import add_initializer
-from tfm_export.passes.retype import FloatType, Retyped, retype
-
-QUANTIZED = frozenset({"w8", "w4", "int8", "fp8"})
-FLOAT_TYPES: dict[str, FloatType] = {"fp16": "float16", "bf16": "bfloat16"}
+from tfm_export.passes.linears import add_initializer, numbers_of
+from tfm_export.passes.retype import Retyped, retype
+from tfm_export.precision import FLOATS, PRECISIONS, Compute
 
 _MIDDLE = 128  # of uint8
 
 
 def tensorrt_form(
-    model: ir.Model,
-    variant: str,
-    *,
-    compute: Literal["fp32", "fp16", "bf16"],
-    ranges: Mapping[str, float] | None = None,
+    model: ir.Model, variant: str, *, compute: Compute, ranges: Mapping[str, float] | None = None
 ) -> Retyped:
     """Derive what TensorRT is given from a graph of a stored variant, in place.
 
@@ -54,25 +46,22 @@ def tensorrt_form(
             that the variant's passes give it.
     """
     _check_names(variant, compute)
-    if variant not in QUANTIZED:
+    if variant in FLOATS:
         return Retyped({})
     _check_quantized(model, variant)
     dequantize_embeddings(model, model.graph.name or "")
     _move_zero_points(model)
-    if compute == "fp32":
-        return Retyped({})
     if ranges is not None:
         ranges = {**ranges, **_new_ranges(model, ranges)}
-    return retype(model, FLOAT_TYPES[compute], ranges=ranges, quantized=True)
+    return retype(model, PRECISIONS[compute].float_type, ranges=ranges, quantized=True)
 
 
 def _check_names(variant: str, compute: str) -> None:
-    types = ("fp32", *FLOAT_TYPES)
-    if variant not in {*types, *QUANTIZED}:
-        raise ExportError(f"the variant must be one of {', '.join((*types, *sorted(QUANTIZED)))}, found {variant!r}")
-    if compute not in types:
-        raise ExportError(f"the type to compute in must be one of {', '.join(types)}, found {compute!r}")
-    if variant in types and compute != variant:
+    if variant not in PRECISIONS:
+        raise ExportError(f"the variant must be one of {', '.join(PRECISIONS)}, found {variant!r}")
+    if compute not in FLOATS:
+        raise ExportError(f"the type to compute in must be one of {', '.join(FLOATS)}, found {compute!r}")
+    if variant in FLOATS and compute != variant:
         raise ExportError(f"the variant {variant} computes in {variant}, and {compute} was asked for")
 
 
@@ -88,7 +77,7 @@ def _check_quantized(model: ir.Model, variant: str) -> None:
     for node in _quantizers(model):
         zero = _zero_point(node)
         wanted = _MIDDLE if zero is not None and zero.dtype == ir.DataType.UINT8 else 0
-        if zero is not None and (_numbers(zero).astype(np.float32) != wanted).any():
+        if zero is not None and (numbers_of(zero).astype(np.float32) != wanted).any():
             problems.append(f"the zero point of {node.name} must be {wanted} for TensorRT, found another")
     if problems:
         raise ExportError(problems, f"tfm-export quantize --{variant}, which makes the variant anew")
@@ -96,11 +85,6 @@ def _check_quantized(model: ir.Model, variant: str) -> None:
 
 def _zero_point(node: ir.Node) -> ir.Value | None:
     return node.inputs[2] if len(node.inputs) > 2 else None
-
-
-def _numbers(constant: ir.Value) -> NDArray[Any]:
-    assert constant.const_value is not None
-    return constant.const_value.numpy()
 
 
 def _move_zero_points(model: ir.Model) -> None:
@@ -122,7 +106,7 @@ def _move_zero_points(model: ir.Model) -> None:
 
 
 def _lowered(model: ir.Model, constant: ir.Value) -> ir.Value:
-    numbers = (_numbers(constant).astype(np.int16) - _MIDDLE).astype(np.int8)
+    numbers = (numbers_of(constant).astype(np.int16) - _MIDDLE).astype(np.int8)
     return add_initializer(model, f"{constant.name}_signed", numbers)
 
 
@@ -136,15 +120,15 @@ def _new_ranges(model: ir.Model, ranges: Mapping[str, float]) -> dict[str, float
             assert numbers is not None
             assert scale is not None
             if numbers.is_initializer():
-                largest = float(np.abs(_numbers(numbers).astype(np.float32)).max(initial=0))
-                found[new] = largest * float(_numbers(scale).max(initial=0))
+                largest = float(np.abs(numbers_of(numbers).astype(np.float32)).max(initial=0))
+                found[new] = largest * float(numbers_of(scale).max(initial=0))
             elif (source := _quantized(numbers)) in ranges:  # the same numbers, or clipped
                 found[new] = ranges[source]
         elif node.op_type in {"Gemm", "MatMul"} and new not in ranges:
             (total,) = node.outputs[0].consumers()
             bias = next(value for value in total.inputs if value is not None and value.is_initializer())
             if (name := total.outputs[0].name or "") in ranges:
-                found[new] = ranges[name] + float(np.abs(_numbers(bias)).max(initial=0))
+                found[new] = ranges[name] + float(np.abs(numbers_of(bias)).max(initial=0))
     return found
 
 

@@ -20,7 +20,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from tfm_export.errors import ExportError
-from tfm_export.passes.linears import Linear, add_initializer, linears
+from tfm_export.passes.linears import Linear, add_initializer, linears, weight_problems
 from tfm_export.passes.static_quantization import check_not_quantized, scales
 
 Bits = Literal[4, 8]
@@ -64,11 +64,7 @@ def quantize_weights(
     block = BLOCKS[bits] if block is None else block
     _check(layers, block)
     for layer in layers:
-        float_weight = layer.node.inputs[1]
-        assert float_weight is not None
-        layer.replace(layer.input, _quantize_weight(model, layer, bits, block), operator="Gemm")
-        if not float_weight.uses():  # a tied table is still an embedding
-            model.graph.initializers.pop(float_weight.name or "")
+        layer.replace(layer.input, _quantize_weight(model, layer, bits, block))
     return [layer.name for layer in layers]
 
 
@@ -76,33 +72,20 @@ def _check(layers: list[Linear], block: int) -> None:
     problems = []
     if block & (block - 1) or not SMALLEST_BLOCK <= block <= LARGEST_BLOCK:
         problems.append(f"block must be a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}, found {block}")
-    for layer in layers:
-        if layer.input.dtype != ir.DataType.FLOAT:
-            problems.append(f"{layer.name} must be float32, found {layer.input.dtype}")
-        elif not np.isfinite(layer.weight()).all():
-            problems.append(f"the weight of {layer.name} has numbers that are not finite")
+    problems += weight_problems(layers)
     if problems:
         raise ExportError(problems, "start from the fp32 graphs of a bundle")
 
 
 def _quantize_weight(model: ir.Model, layer: Linear, bits: Bits, block: int) -> ir.Value:
     """Store a layer's weight [K, N] with a scale a block; give what DequantizeLinear makes of it."""
-    base = f"{layer.name.partition('/')[2]}.weight"
-    weight = layer.weight()
+    base, weight = layer.weight_name, layer.weight()
     size = block_size(weight.shape[0], block)
     numbers, scale = round_blocks(weight, bits, size)
     type_ = ir.DataType.INT8 if bits == 8 else ir.DataType.INT4
     stored = add_initializer(model, f"{base}_int{bits}", numbers.astype(type_.numpy()))
     scale_value = add_initializer(model, f"{base}_scale", scale)
-    attributes = {"axis": 0, "block_size": size}
-    node = ir.node("DequantizeLinear", [stored, scale_value], attributes, name=f"{base}_dequantize")
-    dequantized = node.outputs[0]
-    dequantized.name, dequantized.dtype = f"{base}_dequantized", ir.DataType.FLOAT
-    dequantized.shape = ir.Shape(weight.shape)
-    graph = layer.node.graph
-    assert graph is not None
-    graph.insert_before(layer.node, node)
-    return dequantized
+    return layer.dequantize_weight([stored, scale_value], {"axis": 0, "block_size": size})
 
 
 def block_size(length: int, most: int) -> int:

@@ -1,14 +1,14 @@
 """Calibration: what the fp32 graphs compute on real inputs, while they decode them.
 
-Traces are what fp32 itself decodes for real sources: what greedy search and beams feed the decoder with. The graphs run
-over them with all their intermediate values as outputs. A step that takes a whole target under a causal mask computes
-the very numbers of its decoding, so that a trace costs one step.
+Samples are what fp32 itself decodes for real sources: what greedy search and beams feed the decoder with. The graphs
+run over them with all their intermediate values as outputs. A step that takes a whole target under a causal mask
+computes the very numbers of its decoding, so that a sample costs one step.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,23 +23,24 @@ from tfm_export.errors import NumericError, RequestError
 from tfm_export.graph import DECODER_STEP, DECODER_STEP_ATTENTION, ENCODER, Dimensions, cross_names, self_cache_names
 from tfm_export.graph_files import read_graph
 from tfm_export.passes.linears import linears
+from tfm_export.progress import Progress
 from tfm_export.quantize.histogram import Collector, Observation, thresholds
-from tfm_export.runtime.onnx_runtime import OnnxModel, onnxruntime, run_feeds, session_options
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel, onnxruntime
+from tfm_export.runtime.onnx_sessions import run_feeds, session_options
 from tfm_export.runtime.threads import usable_cpus
 
-__all__ = ["Observation", "Trace", "decode_traces", "observe", "thresholds"]
+__all__ = ["CalibrationSample", "Observation", "decode_samples", "observe", "thresholds"]
 
 MOST_TOKENS = 512  # that run at once: a value of theirs has 1 MB in a model of 512, logits of 32,000 have 65 MB
 
 Array = NDArray[Any]
-Progress = Callable[[str], None]
 
 # What they give are the numbers of their first input, each once.
 _REARRANGE = frozenset({"Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 
 @dataclass(frozen=True)
-class Trace:
+class CalibrationSample:
     """One source and one way to decode it.
 
     Attributes:
@@ -51,7 +52,7 @@ class Trace:
     target_ids: list[int]
 
 
-def decode_traces(
+def decode_samples(
     bundle: Bundle,
     sources: Sequence[list[int]],
     *,
@@ -59,7 +60,7 @@ def decode_traces(
     max_length: int,
     threads: int | None = None,
     progress: Progress = lambda _: None,
-) -> list[Trace]:
+) -> list[CalibrationSample]:
     """Decode sources with the fp32 graphs.
 
     Args:
@@ -71,7 +72,7 @@ def decode_traces(
         progress: told what begins.
 
     Returns:
-        The traces of each source in turn, greedy first, each once.
+        The samples of each source in turn, greedy first, each once.
 
     Raises:
         RequestError: a source that the model cannot take, or a max_length that it cannot reach.
@@ -96,25 +97,27 @@ def decode_traces(
         for i, result in enumerate(generate(model, sources, options, manifest.special_ids)):
             targets[i] |= dict.fromkeys((manifest.special_ids.bos, *h.tokens[:-1]) for h in result.hypotheses)
     model.close()
-    return [Trace(source, [*target]) for source, found in zip(sources, targets, strict=True) for target in found]
+    return [
+        CalibrationSample(source, [*target]) for source, found in zip(sources, targets, strict=True) for target in found
+    ]
 
 
 def observe(
     bundle: Bundle,
-    traces: Sequence[Trace],
+    samples: Sequence[CalibrationSample],
     values: Collection[str] | None = None,
     *,
     threads: int | None = None,
     progress: Progress = lambda _: None,
 ) -> dict[str, Observation]:
-    """Run the fp32 graphs over traces and note how large their values get.
+    """Run the fp32 graphs over samples and note how large their values get.
 
     The runs have no padding: sources of one length are encoded together, and their targets of one length decoded
-    together. The same traces give the same observations, in whatever order they come.
+    together. The same samples give the same observations, in whatever order they come.
 
     Args:
         bundle: with the fp32 graphs.
-        traces: what to run; every source is encoded once, and each of its targets decoded once.
+        samples: what to run; every source is encoded once, and each of its targets decoded once.
         values: names of values, "graph/value", such as "encoder/layer_norm" or "decoder_step/relu_1"; None for every
             float32 value that the graphs compute or read. The graph with attention weights, if the bundle has it, is
             one of them.
@@ -126,10 +129,10 @@ def observe(
         the decoder step's own, so that both are quantised alike.
 
     Raises:
-        RequestError: there are no traces, a trace is beyond the model's limits, or a value is none of the graphs'.
+        RequestError: there are no samples, a sample is beyond the model's limits, or a value is none of the graphs'.
         NumericError: the fp32 graphs give numbers that are not finite.
     """
-    _check_traces(bundle, traces)
+    _check_samples(bundle, samples)
     folder = bundle.variant_path("fp32")
     files = [file for file in (ENCODER, DECODER_STEP, DECODER_STEP_ATTENTION) if (folder / file).is_file()]
     probes = [_Probe(folder / file, threads or usable_cpus()) for file in files]
@@ -139,8 +142,8 @@ def observe(
     for probe in probes:
         probe.start([v for v in probe.aliases if values is None or f"{probe.name}/{v}" in values])
     encoder, *steps = probes
-    total, done = len({tuple(trace.source_ids) for trace in traces}), 0
-    for sources in _batches(traces):
+    total, done = len({tuple(sample.source_ids) for sample in samples}), 0
+    for sources in _batches(samples):
         progress(f"running the fp32 graphs over {total:,} sources, {done:,} done")
         cross = encoder.run(_encoder_feeds(sources.source_ids), cross_names(bundle.manifest.dimensions))
         for rows, target_ids in sources.targets():
@@ -152,14 +155,14 @@ def observe(
     return _share_with_attention({f"{p.name}/{v}": o for p in probes for v, o in p.observations().items()}, probes)
 
 
-def _check_traces(bundle: Bundle, traces: Sequence[Trace]) -> None:
-    if not traces:
-        raise RequestError("there are no traces to observe", "real sources")
+def _check_samples(bundle: Bundle, samples: Sequence[CalibrationSample]) -> None:
+    if not samples:
+        raise RequestError("there are no samples to observe", "real sources")
     limits, sizes = bundle.manifest.limits, bundle.manifest.dimensions
     problems = []
     for what, sequences, longest, size in (
-        ("source", [t.source_ids for t in traces], limits.max_source_length, sizes.source_vocabulary_size),
-        ("target", [t.target_ids for t in traces], limits.max_target_length, sizes.target_vocabulary_size),
+        ("source", [t.source_ids for t in samples], limits.max_source_length, sizes.source_vocabulary_size),
+        ("target", [t.target_ids for t in samples], limits.max_target_length, sizes.target_vocabulary_size),
     ):
         lengths, ids = {len(s) for s in sequences}, [i for s in sequences for i in s]
         if min(lengths) < 1 or max(lengths) > longest:
@@ -167,7 +170,7 @@ def _check_traces(bundle: Bundle, traces: Sequence[Trace]) -> None:
         if ids and not 0 <= min(ids) <= max(ids) < size:
             problems.append(f"{what} ids are from 0 to {size - 1}, found {min(ids)} to {max(ids)}")
     if problems:
-        raise RequestError(problems, "traces that decode_traces gave for this bundle")
+        raise RequestError(problems, "samples that decode_samples gave for this bundle")
 
 
 @dataclass(frozen=True)
@@ -190,11 +193,11 @@ class _Batch:
                 yield np.array(rows), np.array(some, np.int64)
 
 
-def _batches(traces: Sequence[Trace]) -> Iterator[_Batch]:
-    """The traces by source, the shortest first."""
+def _batches(samples: Sequence[CalibrationSample]) -> Iterator[_Batch]:
+    """The samples by source, the shortest first."""
     targets: dict[tuple[int, ...], set[tuple[int, ...]]] = defaultdict(set)
-    for trace in traces:
-        targets[tuple(trace.source_ids)].add(tuple(trace.target_ids))
+    for sample in samples:
+        targets[tuple(sample.source_ids)].add(tuple(sample.target_ids))
     by_length: dict[int, list[tuple[int, ...]]] = defaultdict(list)
     for source in sorted(targets):
         by_length[len(source)].append(source)

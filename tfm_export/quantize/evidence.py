@@ -10,12 +10,13 @@ from typing import Any
 from tfm_export.bundle import GOLDEN, Bundle, Manifest
 from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.errors import BundleError, RequestError
-from tfm_export.quantize.calibration import Trace, decode_traces
+from tfm_export.precision import FLOATS
+from tfm_export.progress import Progress
+from tfm_export.quantize.calibration import CalibrationSample, decode_samples
 from tfm_export.quantize.metrics import METRICS, Development, Metric
 from tfm_export.quantize.options import QuantizeOptions
 from tfm_export.quantize.report import MetricComparison
-from tfm_export.quantize.variant import FLOAT_TYPES
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.tokenizer import Tokenizer, load_tokenizer
 from tfm_export.tokenizer.sources import encode_sources
@@ -24,9 +25,7 @@ from tfm_export.verify import BeamGolden, Golden, read_golden
 MOST_CALIBRATED = 512  # sources; more of them move no threshold that matters
 MOST_JUDGED = 200
 BEAM_SIZE = 4
-MOST_PADDED, MOST_PADDING = 64, 16  # traces with padding, and its tokens: they set ranges, which have headroom
-
-Progress = Callable[[str], None]
+MOST_PADDED, MOST_PADDING = 64, 16  # samples with padding, and its tokens: they set ranges, which have headroom
 
 
 @dataclass(frozen=True)
@@ -70,14 +69,14 @@ class Evidence:
     """Real inputs.
 
     Attributes:
-        traces: what fp32's decoder reads for them: to calibrate on.
+        samples: what fp32's decoder reads for them: to calibrate on.
         golden: inputs with fp32's generations: to judge by; empty if there are none that are real.
         facts: how they were decoded, where it is not what the manifest says of the bundle's own golden inputs.
         metric: fp32's score on the development file; None without one.
         notes: what people should know of them.
     """
 
-    traces: list[Trace]
+    samples: list[CalibrationSample]
     golden: list[Golden]
     facts: dict[str, Any] = field(default_factory=dict)
     metric: DevelopmentScore | None = None
@@ -122,7 +121,7 @@ def gather_evidence(bundle: Bundle, precision: str, options: QuantizeOptions, pr
                 golden, facts = _decode_golden(model, judged, bundle), {"synthetic": False}
                 notes.append(f"judged by {len(judged)} of the calibration texts: the golden inputs are random ids")
         elif manifest.golden["synthetic"]:
-            if not (options.unproven and precision in FLOAT_TYPES):
+            if not (options.unproven and precision in FLOATS):
                 raise RequestError(
                     f"the golden inputs of {bundle.path} are random ids: they say nothing of its quality",
                     "--calibration FILE with real source texts, or tfm-export onnx CHECKPOINT --inputs FILE",
@@ -131,7 +130,7 @@ def gather_evidence(bundle: Bundle, precision: str, options: QuantizeOptions, pr
             notes.append("NOT JUDGED: the golden inputs are random ids; --calibration FILE gives real ones")
         sources = sources[:: max(1, len(sources) // MOST_CALIBRATED)][:MOST_CALIBRATED]
         progress(f"decoding {len(sources)} inputs with fp32")
-        traces = decode_traces(
+        samples = decode_samples(
             bundle, sources, max_length=manifest.golden["max_length"], threads=options.threads, progress=progress
         )
         metric = None
@@ -139,19 +138,19 @@ def gather_evidence(bundle: Bundle, precision: str, options: QuantizeOptions, pr
             metric = _score(model, bundle, tokenizer, development_sources, options, progress)
     finally:
         model.close()
-    return Evidence(traces=traces, golden=golden, facts=facts, metric=metric, notes=notes)
+    return Evidence(samples=samples, golden=golden, facts=facts, metric=metric, notes=notes)
 
 
-def padded_traces(traces: Sequence[Trace], manifest: Manifest) -> list[Trace]:
-    """Some of the traces with padding behind their sources, as batches have it.
+def padded_samples(samples: Sequence[CalibrationSample], manifest: Manifest) -> list[CalibrationSample]:
+    """Some of the samples with padding behind their sources, as batches have it.
 
     Args:
-        traces: of real inputs.
+        samples: of real inputs.
         manifest: with the padding's id and the longest source.
     """
     room = manifest.limits.max_source_length
     pads = [manifest.special_ids.pad] * MOST_PADDING
-    return [Trace([*t.source_ids, *pads][:room], t.target_ids) for t in traces[:MOST_PADDED]]
+    return [CalibrationSample([*t.source_ids, *pads][:room], t.target_ids) for t in samples[:MOST_PADDED]]
 
 
 def _encode(texts: Sequence[str], tokenizer: Tokenizer | None, bundle: Bundle, what: str) -> list[list[int]]:

@@ -11,10 +11,10 @@ import onnx
 
 from tfm_export.errors import BundleError, ExportError
 from tfm_export.graph import DECODER_STEP, DECODER_STEP_ATTENTION, ENCODER
-from tfm_export.runtime.onnx_runtime import onnxruntime, session_options
+from tfm_export.precision import PRECISIONS
+from tfm_export.runtime.cpu.onnx_runtime import onnxruntime
+from tfm_export.runtime.onnx_sessions import session_options
 
-# What DequantizeLinear and Gemm must become. Where they do not, the weights are dequantised anew at each call.
-FUSED = {"w8": "MatMulNBits", "w4": "MatMulNBits", "int8": "QGemm"}
 _EXTERNAL_FROM_BYTES = 1024
 
 
@@ -38,7 +38,7 @@ def check_fused(folder: Path, layers: Mapping[str, str]) -> None:
 
     Args:
         folder: of the variant.
-        layers: the precision, one of `FUSED`, of each quantised layer, by its name, such as
+        layers: the precision of each quantised layer, by its name, such as
             "encoder/layers.0.feed_forward.expand"; those of "decoder_step" are looked for in "decoder_step_attention"
             too.
 
@@ -49,8 +49,8 @@ def check_fused(folder: Path, layers: Mapping[str, str]) -> None:
     problems = []
     for name, graph in optimized_graphs(folder).items():
         owner = "decoder_step" if name == "decoder_step_attention" else name
-        own = {layer: FUSED[kind] for layer, kind in layers.items() if layer.startswith(f"{owner}/")}
-        for operator in dict.fromkeys(own.values()):
+        own = {layer: PRECISIONS[p].fused_operator for layer, p in layers.items() if layer.startswith(f"{owner}/")}
+        for operator in dict.fromkeys(filter(None, own.values())):
             expected = [layer.removeprefix(f"{owner}/") for layer in own if own[layer] == operator]
             found = _fused_layers(graph, operator)
             if missing := [layer for layer in expected if layer not in found]:

@@ -40,7 +40,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a value did on the traces.
+    """What a value did on the samples.
 
     Attributes:
         largest: the largest absolute value.

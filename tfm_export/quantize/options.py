@@ -77,12 +77,14 @@ class QuantizeOptions:
         Raises:
             RequestError: naming every such option.
         """
-        weights, quantized, encoder = ("w8", "w4"), ("w8", "w4", "int8", "fp8"), "those with --int8-encoder"
+        weights = [name for name, row in PRECISIONS.items() if row.weight_only]
+        static = [name for name, row in PRECISIONS.items() if row.quantizes_activations]
+        quantized, encoder = [*weights, *static], "those with --int8-encoder"
         given = {
             "--skip": (bool(self.skip), quantized),
             "--no-embeddings": (not self.embeddings, quantized),
-            "--method": (self.method is not None, ("int8", "fp8", encoder)),
-            "--reduced-range": (bool(self.reduced_range), ("int8", encoder)),
+            "--method": (self.method is not None, [*static, encoder]),
+            "--reduced-range": (bool(self.reduced_range), ["int8", encoder]),
             "--int8-encoder": (self.int8_encoder, weights),
         }
         own = {precision, encoder} if self.int8_encoder and precision in weights else {precision}

@@ -45,7 +45,7 @@ class QuantizeReport:
         target: "cpu" or "tensorrt".
         int8_encoder: the encoder is that of int8.
         method: how activations were calibrated; None where nothing is.
-        calibrated_on: how many traces of real inputs were used.
+        calibrated_on: how many samples of real inputs were used.
         layers: how many there are.
         quantized: those in the new numbers.
         kept: what stays in fp32, and why.
@@ -57,6 +57,7 @@ class QuantizeReport:
         fp32_bytes: of fp32's.
         fused: fused operators that ONNX Runtime made of the graphs, by graph.
         broken: why the variant could not even be judged: numbers that are not finite.
+        reduced_range: weights that 8-bit activations are multiplied with have 7 bits, not 8; None where there are none.
         notes: what else people should know.
     """
 
@@ -76,6 +77,7 @@ class QuantizeReport:
     fp32_bytes: int
     fused: dict[str, dict[str, int]] = field(default_factory=dict)
     broken: str | None = None
+    reduced_range: bool | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -124,6 +126,8 @@ class QuantizeReport:
         }
         if self.int8_encoder:
             facts["int8_encoder"] = True
+        if self.reduced_range is not None:
+            facts["reduced_range"] = self.reduced_range
         if self.method is not None:
             facts["calibration"] = self.method
         if self.metric is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,37 +14,38 @@ from numpy.typing import NDArray
 
 from tfm_export.bundle import Bundle
 from tfm_export.graph_files import read_graph
-from tfm_export.quantize.calibration import Trace
-from tfm_export.quantize.variant import Recipe, convert, layer_names
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.passes.recipe import Recipe, convert, layer_names
+from tfm_export.progress import Progress
+from tfm_export.quantize.calibration import CalibrationSample
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 from tfm_export.runtime.step_model import StepModel
 
-MOST_TRACES = 16
+MOST_SAMPLES = 16
 MOST_TOKENS = 512
 
 
 def layer_costs(
     bundle: Bundle,
     recipe: Recipe,
-    traces: Sequence[Trace],
+    samples: Sequence[CalibrationSample],
     *,
     threads: int | None,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> dict[str, float]:
     """What each layer that a recipe quantises costs alone, the most expensive first.
 
     The cost is the Kullback-Leibler divergence of the model's probabilities from fp32's, in nats a token, the mean over
-    teacher-forced traces.
+    teacher-forced samples.
 
     Args:
         bundle: with the fp32 graphs.
         recipe: of the variant; the layers it skips are left out.
-        traces: real inputs and what fp32 made of them; the first `MOST_TRACES` and `MOST_TOKENS` are used.
+        samples: real inputs and what fp32 made of them; the first `MOST_SAMPLES` and `MOST_TOKENS` are used.
         threads: for the runtime.
         progress: told what begins.
     """
     folder = bundle.variant_path("fp32")
-    some = _some(traces)
+    some = _some(samples)
     layers = [name for name in layer_names(folder) if name not in recipe.skip]
     model = OnnxModel(bundle, threads=threads)
     truth = teacher_forced(model, some)
@@ -63,15 +64,15 @@ def layer_costs(
     return dict(sorted(costs.items(), key=lambda item: -item[1]))
 
 
-def teacher_forced(model: StepModel, traces: Sequence[Trace]) -> NDArray[np.float32]:
-    """The log-probabilities [tokens, V] of every target token of the traces, one trace behind the other."""
+def teacher_forced(model: StepModel, samples: Sequence[CalibrationSample]) -> NDArray[np.float32]:
+    """The log-probabilities [tokens, V] of every target token of the samples, one sample behind the other."""
     rows = []
-    for trace in traces:
-        length = len(trace.target_ids)
-        source = np.array([trace.source_ids], np.int64)
+    for sample in samples:
+        length = len(sample.target_ids)
+        source = np.array([sample.source_ids], np.int64)
         sentences = model.encode(source, np.ones(source.shape, np.bool_), capacity=length)
         output = sentences.step(
-            np.array([trace.target_ids], np.int64),
+            np.array([sample.target_ids], np.int64),
             np.arange(length)[None],
             np.zeros(1, np.int64),
             np.tri(length, dtype=np.bool_)[None, None],
@@ -82,12 +83,12 @@ def teacher_forced(model: StepModel, traces: Sequence[Trace]) -> NDArray[np.floa
     return np.concatenate(rows)
 
 
-def _some(traces: Sequence[Trace]) -> list[Trace]:
-    some: list[Trace] = []
-    for trace in traces[:MOST_TRACES]:
-        if some and sum(len(t.target_ids) for t in some) + len(trace.target_ids) > MOST_TOKENS:
+def _some(samples: Sequence[CalibrationSample]) -> list[CalibrationSample]:
+    some: list[CalibrationSample] = []
+    for sample in samples[:MOST_SAMPLES]:
+        if some and sum(len(t.target_ids) for t in some) + len(sample.target_ids) > MOST_TOKENS:
             break
-        some.append(trace)
+        some.append(sample)
     return some
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from tfm_export.bundle import SpecialIds
 from tfm_export.decoding import DecodeOptions, generate
+from tfm_export.progress import Progress
 from tfm_export.runtime.step_model import StepModel
 
 SECONDS = 1.0  # of one turn of one model; turns alternate, so that a busy machine is busy for both
@@ -23,8 +24,8 @@ class Speed:
 
     Attributes:
         name: of the way.
-        fp32: milliseconds a step, the median of the turns.
-        variant: likewise.
+        fp32: its milliseconds a step, the median of the turns.
+        variant: its milliseconds a step, the median of the turns.
         turns: of each, in milliseconds a step, fp32 first.
     """
 
@@ -51,7 +52,7 @@ def measure_speed(
     special: SpecialIds,
     *,
     max_length: int,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> list[Speed]:
     """Decode the same sources with both models in turns.
 

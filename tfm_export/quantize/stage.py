@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tfm_export.bundle import Bundle, Manifest, write_text
 from tfm_export.errors import NumericError, ParityError, RequestError
-from tfm_export.precision import PRECISIONS
-from tfm_export.quantize.calibration import Observation, Trace, observe, thresholds
-from tfm_export.quantize.evidence import Evidence, gather_evidence, padded_traces
+from tfm_export.passes.recipe import Recipe, layer_names
+from tfm_export.precision import FLOATS, PRECISIONS
+from tfm_export.progress import Progress
+from tfm_export.quantize.calibration import CalibrationSample, Observation, observe, thresholds
+from tfm_export.quantize.evidence import Evidence, gather_evidence, padded_samples
 from tfm_export.quantize.fusion import check_fused, fused_operators
 from tfm_export.quantize.options import QuantizeOptions, check_precision, skipped_layers
 from tfm_export.quantize.report import MetricComparison, QuantizeReport
 from tfm_export.quantize.sensitivity import layer_costs
 from tfm_export.quantize.speed import Speed, measure_speed, overall
-from tfm_export.quantize.variant import (
-    BITS,
-    FLOAT_TYPES,
-    PURPOSES,
-    STATIC,
-    Made,
-    Recipe,
-    layer_names,
-    write_variant,
-)
-from tfm_export.runtime.cpu import cpu_features
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.quantize.variant import PURPOSES, Made, write_variant
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.processor import cpu_features
 from tfm_export.staging import check_part, new_part
 from tfm_export.verify import GenerationComparison, compare_generations, cpu_model
 
-Progress = Callable[[str], None]
-
-# By what the example loses: floats of 8 bits have range to spare, and lose by clipping.
-DEFAULT_METHODS = {"int8": "percentile", "fp8": "max"}
 LARGEST_SHARE_KEPT = 0.5  # a variant with more layers in fp32 than that is not worth its name
 
 
@@ -135,9 +124,9 @@ class _Work:
 
     def recipe(self, evidence: Evidence) -> Recipe:
         """How to begin: with everything quantised that the options do not skip."""
-        observations = self._observe(evidence.traces)
+        observations = self._observe(evidence.samples)
         # Padding is computed too, though nobody looks at it: an overflow there is an infinity times a weight of zero.
-        padded = self._observe(padded_traces(evidence.traces, self.bundle.manifest))
+        padded = self._observe(padded_samples(evidence.samples, self.bundle.manifest))
         recipe = Recipe(
             precision=self.precision,
             skip=self.skip,
@@ -150,15 +139,21 @@ class _Work:
     @property
     def static(self) -> str | None:
         """The precision of what is computed in 8 bits with fixed scales, if anything is."""
-        return "int8" if self.options.int8_encoder else self.precision if self.precision in STATIC else None
+        return (
+            "int8"
+            if self.options.int8_encoder
+            else self.precision
+            if PRECISIONS[self.precision].quantizes_activations
+            else None
+        )
 
     @property
     def method(self) -> str | None:
         """How activations are calibrated; None where they are not."""
-        return None if self.static is None else self.options.method or DEFAULT_METHODS[self.static]
+        return None if self.static is None else self.options.method or PRECISIONS[self.static].calibration
 
-    def _observe(self, traces: Sequence[Trace]) -> dict[str, Observation]:
-        return observe(self.bundle, traces, threads=self.options.threads, progress=self.progress)
+    def _observe(self, samples: Sequence[CalibrationSample]) -> dict[str, Observation]:
+        return observe(self.bundle, samples, threads=self.options.threads, progress=self.progress)
 
     def _reduced_range(self) -> bool:
         wanted = self.options.reduced_range
@@ -177,10 +172,10 @@ class _Work:
             report = self._judged(report, folder, evidence)
             if report.quality_passed:
                 break
-            if self.precision in FLOAT_TYPES:
+            if self.precision in FLOATS:
                 raise ParityError(report.problems(), "another precision; --min-agreement and --max-loss set the limits")
             costs = costs or layer_costs(
-                self.bundle, first, evidence.traces, threads=self.options.threads, progress=self.progress
+                self.bundle, first, evidence.samples, threads=self.options.threads, progress=self.progress
             )
             keep = max(1, 2 * keep)
             if keep > LARGEST_SHARE_KEPT * len(self.layers):
@@ -194,9 +189,9 @@ class _Work:
                     "another precision; --min-agreement and --max-loss set the limits",
                 )
             recipe = replace(first, skip=first.skip | set([*costs][:keep]))
-        if not costs and self.precision not in FLOAT_TYPES and evidence.golden:
+        if not costs and self.precision not in FLOATS and evidence.golden:
             costs = layer_costs(
-                self.bundle, first, evidence.traces, threads=self.options.threads, progress=self.progress
+                self.bundle, first, evidence.samples, threads=self.options.threads, progress=self.progress
             )
         fused = self._fused(folder, made, recipe)
         speeds = self._speeds(folder, evidence)
@@ -208,7 +203,7 @@ class _Work:
         return write_variant(self.fp32, folder, recipe)
 
     def _judged(self, report: QuantizeReport, folder: Path, evidence: Evidence) -> QuantizeReport:
-        """The report with what came of decoding with the variant; numbers that are not finite are bad quality."""
+        """The report with the variant's generations and metric; numbers that are not finite are bad quality."""
         try:
             generations, metric = self._judge(folder, evidence)
         except NumericError as problem:
@@ -239,7 +234,7 @@ class _Work:
         if self.target != "cpu":
             return {}
         fused = fused_operators(folder)
-        if self.precision in BITS:
+        if PRECISIONS[self.precision].weight_only:
             layers = [name for name in made.quantized if _multiplies(name)]
             check_fused(folder, {name: recipe.precision_of(name.partition("/")[0]) for name in layers})
         return {name: dict(counts) for name, counts in fused.items()}
@@ -258,7 +253,7 @@ class _Work:
             speeds = measure_speed(
                 fp32,
                 variant,
-                [trace.source_ids for trace in evidence.traces],
+                [sample.source_ids for sample in evidence.samples],
                 self.bundle.manifest.special_ids,
                 max_length=self.bundle.manifest.generation.max_length,
                 progress=self.progress,
@@ -283,14 +278,16 @@ class _Work:
         evidence: Evidence,
     ) -> QuantizeReport:
         mended = {name: f"costs {costs[name]:.2g} nats a token" for name in recipe.skip - first.skip}
+        # Not if all of it had to be kept in fp32.
+        int8_encoder = recipe.int8_encoder and any(
+            name.startswith("encoder/") and _multiplies(name) for name in made.quantized
+        )
         return QuantizeReport(
             precision=self.precision,
             target=self.target,
-            # Not if all of it had to be kept in fp32.
-            int8_encoder=recipe.int8_encoder
-            and any(name.startswith("encoder/") and _multiplies(name) for name in made.quantized),
+            int8_encoder=int8_encoder,
             method=self.method,
-            calibrated_on=len(evidence.traces) if self.method or self.precision in FLOAT_TYPES else 0,
+            calibrated_on=len(evidence.samples) if self.method or self.precision in FLOATS else 0,
             layers=len(self.layers),
             quantized=made.quantized,
             kept={**made.kept, **mended},
@@ -300,11 +297,14 @@ class _Work:
             speeds=[],
             bytes=made.bytes,
             fp32_bytes=sum(file.stat().st_size for file in self.fp32.iterdir()),
+            reduced_range=recipe.reduced_range if int8_encoder or self.precision == "int8" else None,
             notes=self._notes(recipe, evidence),
         )
 
     def _notes(self, recipe: Recipe, evidence: Evidence) -> list[str]:
         notes = list(evidence.notes)
         if recipe.reduced_range:
-            notes.append("weights have 7 bits: without VNNI, sums of products of 8-bit numbers saturate at 16 bits")
+            notes.append(
+                "weights have 7 bits: without VNNI, sums of products of 8 bits saturate at 16 bits, or are slow"
+            )
         return notes

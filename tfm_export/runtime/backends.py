@@ -8,9 +8,11 @@ what this machine has.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,21 +20,23 @@ from tfm_export.bundle import Bundle
 from tfm_export.errors import BackendUnavailable, BundleError, RequestError, TfmExportError
 from tfm_export.extras import require_onnxruntime
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime import cuda
+from tfm_export.runtime.cpu.saturation import saturation_note
+from tfm_export.runtime.gpu import cuda
 from tfm_export.runtime.speculative import SpeculativeModel
 from tfm_export.runtime.step_model import StepModel
 
 LOG = logging.getLogger(__name__)
 BACKENDS = ("auto", "onnxruntime", "tensorrt")
+NO_GPU = [0]  # where there is none: `BackendChoice.check` says why
 GPU = re.compile(r"cuda|(?:cuda:)?([0-9]{1,4})")
 DOCTOR = "tfm-export doctor BUNDLE, which shows what this machine has and what of the bundle runs on it"
 
 Backend = Literal["auto", "onnxruntime", "tensorrt"]
-Device = int | str | None
+DeviceName = int | str | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class BackendChoice:
     """A way to run a bundle.
 
     Attributes:
@@ -67,35 +71,33 @@ class Candidate:
             BundleError: the engine was made from other graphs than those of the bundle.
         """
         if self.engine is not None and self.gpu is not None:
-            from tfm_export.runtime.tensorrt_model import check_engine
+            from tfm_export.runtime.gpu.tensorrt_model import check_engine
 
             cuda.open_gpu(self.gpu)  # without one, it matters little what else is missing
             check_engine(bundle, self.engine, self.gpu)
         elif self.gpu is not None:
-            from tfm_export.runtime.cuda_provider import check_cuda_provider
+            from tfm_export.runtime.gpu.cuda_provider import check_cuda_provider
 
             check_cuda_provider(self.gpu, variant=self.variant)
         else:
             require_onnxruntime()
+            from tfm_export.runtime.cpu.onnx_runtime import check_kernels
+
             for variant in self.variants:
-                if not PRECISIONS[variant].runs_on_cpu:
-                    others = [name for name in bundle.manifest.variants if PRECISIONS[name].runs_on_cpu]
-                    raise BackendUnavailable(
-                        f"ONNX Runtime's CPU provider cannot run {variant}",
-                        f"{'a GPU, or ' if self.draft is None else ''}another variant: {', '.join(others)}",
-                    )
+                check_kernels(bundle, variant, or_gpu=self.draft is None)
 
     def open(self, bundle: Bundle, *, threads: int | None = None) -> StepModel:
         """Load it; see `check`."""
         if self.engine is not None and self.gpu is not None:
-            from tfm_export.runtime.tensorrt_model import TensorRTModel
+            from tfm_export.runtime.gpu.tensorrt_model import TensorRTModel
 
             return TensorRTModel(bundle, self.engine, self.gpu)
         if self.gpu is not None:
-            from tfm_export.runtime.onnx_cuda import OnnxCudaModel
+            from tfm_export.runtime.gpu.onnx_cuda import OnnxCudaModel
 
-            return OnnxCudaModel(bundle, variant=self.variant, device=self.gpu, threads=threads)
-        from tfm_export.runtime.onnx_runtime import OnnxModel
+            attending = functools.partial(attending_on_cpu, bundle, self.variant, threads)
+            return OnnxCudaModel(bundle, variant=self.variant, device=self.gpu, attending=attending)
+        from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 
         model, *drafts = (OnnxModel(bundle, variant=variant, threads=threads) for variant in self.variants)
         return SpeculativeModel(model, drafts[0], {bundle.manifest.special_ids.eos}) if drafts else model
@@ -105,19 +107,19 @@ def open_backend(
     bundle: Bundle,
     *,
     backend: Backend = "auto",
-    device: Device = None,
+    device: DeviceName = None,
     variant: str | None = None,
     draft: str | None = None,
     threads: int | None = None,
-) -> tuple[Candidate, StepModel]:
+) -> tuple[BackendChoice, StepModel]:
     """Load a bundle on the first backend that runs here.
 
     Args:
         bundle: an open bundle.
         backend: "onnxruntime" or "tensorrt" for no other; "auto" for any.
         device: the number of a GPU, or "cuda:0", or "cpu", for no other; None for any.
-        variant: the precision; see `candidates`.
-        draft: the precision that guesses the next tokens; see `candidates`.
+        variant: the precision; see `backend_choices`.
+        draft: the precision that guesses the next tokens; see `backend_choices`.
         threads: threads to compute with on the CPU; None for the CPUs this process may use.
 
     Returns:
@@ -128,30 +130,44 @@ def open_backend(
         BundleError: the bundle has no such variant, or its graphs do not load.
         RequestError: an argument means nothing.
     """
-    passed: list[tuple[Candidate, TfmExportError]] = []
-    found = candidates(bundle, backend=backend, device=device, variant=variant, draft=draft)
-    for candidate in found:
+    passed: list[tuple[BackendChoice, TfmExportError]] = []
+    found = backend_choices(bundle, backend=backend, device=device, variant=variant, draft=draft)
+    for choice in found:
         try:
-            candidate.check(bundle)
-            model = candidate.open(bundle, threads=threads)
+            choice.check(bundle)
+            model = choice.open(bundle, threads=threads)
         except (BackendUnavailable, BundleError) as problem:
-            if isinstance(problem, BundleError) and candidate.engine is None:
+            if isinstance(problem, BundleError) and choice.engine is None:
                 raise  # a damaged graph is no reason to take another
-            passed.append((candidate, problem))
+            passed.append((choice, problem))
         else:
-            _tell(candidate, passed)
-            return candidate, model
+            _tell(bundle, choice, passed)
+            return choice, model
     raise _unavailable(passed)
 
 
-def candidates(
+def attending_on_cpu(bundle: Bundle, variant: str, threads: int | None = None) -> StepModel:
+    """A variant with steps that give attention, on the CPU: for a GPU, which has no graph for it; much slower.
+
+    Raises:
+        BackendUnavailable: the CPU cannot run this variant.
+        RequestError: the bundle was exported without the graph for it.
+    """
+    from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+
+    LOG.info("what needs attention weights is decoded on the CPU")
+    with closing(OnnxModel(bundle, variant=variant, threads=threads)) as model:
+        return model.with_attention()
+
+
+def backend_choices(
     bundle: Bundle,
     *,
     backend: Backend = "auto",
-    device: Device = None,
+    device: DeviceName = None,
     variant: str | None = None,
     draft: str | None = None,
-) -> list[Candidate]:
+) -> list[BackendChoice]:
     """The ways to run a bundle that a request leaves, the first choice first.
 
     Engines come first, those whose variant is nearer to fp32 before others, each on every GPU; then ONNX Runtime on
@@ -177,23 +193,23 @@ def candidates(
     _check_request(bundle, backend, place, variant)
     if draft is not None:
         return [_drafted(bundle, backend, place, variant, draft)]
-    found: list[Candidate] = []
+    found: list[BackendChoice] = []
     if backend != "onnxruntime" and place != "cpu":
         engines = _engines(bundle, variant)
         if backend == "tensorrt" and not engines:
             raise _no_engine(bundle, variant)
-        gpus = (_gpus() if engines else []) if place is None else [int(place)]
-        found += [Candidate(variant=of, gpu=gpu, engine=name) for name, of in engines for gpu in gpus]
+        gpus = (_gpus() or NO_GPU if engines else []) if place is None else [int(place)]
+        found += [BackendChoice(variant=of, gpu=gpu, engine=name) for name, of in engines for gpu in gpus]
     if backend != "tensorrt" and place != "cpu" and (place is not None or _has_cuda_provider()):
         on_gpu = ("fp16" if "fp16" in bundle.manifest.variants else "fp32") if variant == "auto" else variant or "fp32"
-        found.append(Candidate(variant=on_gpu, gpu=0 if place is None else int(place)))
+        found.append(BackendChoice(variant=on_gpu, gpu=0 if place is None else int(place)))
     if backend != "tensorrt" and place in {None, "cpu"}:
         on_cpu = bundle.fastest_variant() if variant == "auto" else variant or "fp32"
-        found.append(Candidate(variant=on_cpu))
+        found.append(BackendChoice(variant=on_cpu))
     return found
 
 
-def _drafted(bundle: Bundle, backend: str, place: str | int | None, variant: str | None, draft: str) -> Candidate:
+def _drafted(bundle: Bundle, backend: str, place: str | int | None, variant: str | None, draft: str) -> BackendChoice:
     """The one way to run a bundle whose tokens a draft guesses."""
     if backend == "tensorrt" or place not in {None, "cpu"}:
         raise RequestError("a draft guesses tokens for ONNX Runtime on the CPU only", 'device="cpu", or no draft')
@@ -205,12 +221,12 @@ def _drafted(bundle: Bundle, backend: str, place: str | int | None, variant: str
             f"the draft of {on_cpu} must be another variant, and a faster one",
             f"one of {', '.join(others)}" if others else "tfm-export quantize makes one",
         )
-    return Candidate(variant=on_cpu, draft=draft)
+    return BackendChoice(variant=on_cpu, draft=draft)
 
 
 def survey(
     bundle: Bundle, *, gpus: Sequence[int] | None = None, cpu: bool = True
-) -> list[tuple[Candidate, TfmExportError | None]]:
+) -> list[tuple[BackendChoice, TfmExportError | None]]:
     """Every way to run every engine and variant of a bundle, each with what keeps it from running here, if anything.
 
     Args:
@@ -218,16 +234,16 @@ def survey(
         gpus: their numbers; None for all of this machine.
         cpu: whether the CPU is looked at, too.
     """
-    numbers, variants = _gpus() if gpus is None else gpus, list(bundle.manifest.variants)
-    ways = [Candidate(variant=of, gpu=gpu, engine=name) for name, of in _engines(bundle, None) for gpu in numbers]
-    ways += [Candidate(variant=variant, gpu=gpu) for gpu in numbers for variant in variants]
-    ways += [Candidate(variant=variant) for variant in variants if cpu]
+    numbers, variants = (_gpus() or NO_GPU) if gpus is None else gpus, list(bundle.manifest.variants)
+    ways = [BackendChoice(variant=of, gpu=gpu, engine=name) for name, of in _engines(bundle, None) for gpu in numbers]
+    ways += [BackendChoice(variant=variant, gpu=gpu) for gpu in numbers for variant in variants]
+    ways += [BackendChoice(variant=variant) for variant in variants if cpu]
     return [(way, _problem(way, bundle)) for way in ways]
 
 
-def _problem(candidate: Candidate, bundle: Bundle) -> TfmExportError | None:
+def _problem(choice: BackendChoice, bundle: Bundle) -> TfmExportError | None:
     try:
-        candidate.check(bundle)
+        choice.check(bundle)
     except TfmExportError as problem:
         return problem
     except Exception as problem:  # noqa: BLE001 (a survey tells what is broken, in whatever way)
@@ -235,7 +251,7 @@ def _problem(candidate: Candidate, bundle: Bundle) -> TfmExportError | None:
     return None
 
 
-def _place(device: Device) -> Literal["cpu"] | int | None:
+def _place(device: DeviceName) -> Literal["cpu"] | int | None:
     """The CPU, the number of a GPU, or None for any."""
     if device is None:
         return None
@@ -283,31 +299,27 @@ def _has_cuda_provider() -> bool:
 
 
 def _gpus() -> list[int]:
-    """The numbers of the GPUs; [0] where there is none, for `Candidate.check` to say why."""
+    """The numbers of the GPUs; none where they cannot be counted."""
     try:
         return [device.index for device in cuda.devices()]
-    except Exception:  # noqa: BLE001 (the check meets it again)
-        return [0]
+    except Exception:  # noqa: BLE001 (`BackendChoice.check` meets it again)
+        return []
 
 
-def _tell(candidate: Candidate, passed: list[tuple[Candidate, TfmExportError]]) -> None:
-    """Log what was chosen and what was passed over: as a warning where there is a GPU."""
-    level = logging.WARNING if passed and _gpu_is_there() else logging.INFO
+def _tell(bundle: Bundle, choice: BackendChoice, passed: list[tuple[BackendChoice, TfmExportError]]) -> None:
+    """Log what was chosen, and why it is slow, and what was passed over: as a warning where there is a GPU."""
+    level = logging.WARNING if passed and _gpus() else logging.INFO
     for other, problem in passed:
         LOG.log(level, "%s is not used: %s", other, " ".join(problem.problems))
-    LOG.info("%s is used", candidate)
+    LOG.info("%s is used", choice)
+    for variant in choice.variants if choice.gpu is None else ():
+        if note := saturation_note(bundle, variant):
+            LOG.info("%s: %s", variant, note)
 
 
-def _gpu_is_there() -> bool:
-    try:
-        return bool(cuda.devices())
-    except BackendUnavailable:
-        return False
-
-
-def _unavailable(passed: list[tuple[Candidate, TfmExportError]]) -> TfmExportError:
+def _unavailable(passed: list[tuple[BackendChoice, TfmExportError]]) -> TfmExportError:
     """One error for all that was passed over: the error itself where there is but one."""
     if len({str(problem) for _, problem in passed}) == 1:
         return passed[0][1]
-    problems = [f"{candidate}: {' '.join(problem.problems)}" for candidate, problem in passed]
+    problems = [f"{choice}: {' '.join(problem.problems)}" for choice, problem in passed]
     return BackendUnavailable(problems, DOCTOR)

@@ -22,9 +22,10 @@ from typing import Any
 from tfm_export.bundle import Bundle
 from tfm_export.errors import TfmExportError
 from tfm_export.extras import ONNXRUNTIME_DISTRIBUTIONS, require, require_onnxruntime
-from tfm_export.runtime import cuda
-from tfm_export.runtime.backends import candidates, survey
-from tfm_export.runtime.cpu import cpu_features
+from tfm_export.runtime.backends import backend_choices, survey
+from tfm_export.runtime.cpu.processor import cpu_features
+from tfm_export.runtime.cpu.saturation import saturation_note
+from tfm_export.runtime.gpu import cuda
 from tfm_export.runtime.threads import usable_cpus
 
 DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
@@ -66,7 +67,7 @@ def gpus() -> dict[str, Any]:
         return {"devices": [], "problem": f"there is no NVIDIA driver: {problem}"}
     version, count = ctypes.c_int(), ctypes.c_int()
     driver.cuDriverGetVersion(ctypes.byref(version))
-    found: dict[str, Any] = {"driver": cuda.driver_release(), "cuda": _cuda_version(version.value), "devices": []}
+    found: dict[str, Any] = {"driver": cuda.driver_release(), "cuda": cuda.version_text(version.value), "devices": []}
     if error := driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return {**found, "problem": f"the NVIDIA driver finds no GPU that works (error {error})"}
     if not count.value:
@@ -88,11 +89,6 @@ def _driver_device(driver: ctypes.CDLL, index: int) -> dict[str, Any]:
         "compute_capability": f"{capability[0].value}.{capability[1].value}",
         "memory_bytes": memory.value,
     }
-
-
-def _cuda_version(number: int) -> str:
-    """13040 is 13.4."""
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def cuda_python() -> dict[str, Any]:
@@ -117,7 +113,7 @@ def onnxruntime() -> dict[str, Any]:
 
 
 def _cuda_provider() -> dict[str, Any]:
-    from tfm_export.runtime.cuda_provider import check_cuda_provider
+    from tfm_export.runtime.gpu.cuda_provider import check_cuda_provider
 
     check_cuda_provider(0)
     return {}
@@ -146,8 +142,8 @@ def bundle(path: str) -> dict[str, Any]:
         path: the bundle's folder.
 
     Returns:
-        `ways`, each with variant, gpu, engine, text, problem (None if it runs here) and hint; `taken`, the text of the
-        one that `load` takes.
+        `ways`, each with variant, gpu, engine, text, problem (None if it runs here), hint and note, why it is slower
+        here than it could be (None for nothing); `taken`, the text of the one that `load` takes.
     """
     opened = Bundle.open(path)
     ways = [
@@ -156,11 +152,12 @@ def bundle(path: str) -> dict[str, Any]:
             "text": str(way),
             "problem": problem and " ".join(problem.problems),
             "hint": problem and problem.hint,
+            "note": None if problem or way.gpu is not None else saturation_note(opened, way.variant),
         }
         for way, problem in survey(opened)
     ]
     runs = {way["text"] for way in ways if way["problem"] is None}
-    return {"ways": ways, "taken": next((str(way) for way in candidates(opened) if str(way) in runs), None)}
+    return {"ways": ways, "taken": next((str(way) for way in backend_choices(opened) if str(way) in runs), None)}
 
 
 def packages() -> dict[str, Any]:

@@ -18,11 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from tfm_export.bundle import Limits
 from tfm_export.errors import NumericError, RequestError
-from tfm_export.graph import Dimensions
 from tfm_export.runtime.checks import check_step_arrays
-from tfm_export.runtime.step_model import LARGEST_STEP, Floats, Ids, Mask, Sentences, StepModel, StepOutput
+from tfm_export.runtime.step_model import (
+    LARGEST_STEP,
+    BeamSteps,
+    Floats,
+    Ids,
+    Mask,
+    Sentences,
+    StepModel,
+    StepOutput,
+    Until,
+    WrappedModel,
+)
 
 MOST_ROWS = 4  # of a batch that is guessed: with more, arithmetic costs more than reading the weights
 MOST_GUESSES = 7
@@ -31,46 +40,30 @@ LONGEST_REST = 4  # steps without guesses; if then none is right either, there a
 _CANNOT = NumericError, RequestError, MemoryError  # what keeps a draft from guessing, and no request from its answer
 
 
-class SpeculativeModel:
+class SpeculativeModel(WrappedModel):
     """A model whose next tokens a draft guesses. Safe to use from several threads.
 
     Args:
         model: whose answers these are.
         draft: makes the guesses; with the same vocabularies and limits.
         end_ids: the tokens behind which there is nothing to guess.
-
-    Attributes:
-        dimensions: the model's, as the next three.
-        limits: the longest sequences.
-        gives_attention: whether steps give attention.
-        refill_at: the part of a batch that must be free before sentences join it.
-        threads: of the model; the draft has as many.
     """
 
     def __init__(self, model: StepModel, draft: StepModel, end_ids: Collection[int]) -> None:
-        self._model, self._draft, self._end_ids = model, draft, end_ids
-        self.dimensions: Dimensions = model.dimensions
-        self.limits: Limits = model.limits
-        self.gives_attention: bool = model.gives_attention
-        self.refill_at: float = model.refill_at
-        self.threads: int | None = getattr(model, "threads", None)
-
-    def with_attention(self) -> SpeculativeModel:
-        """The same with steps that give attention; see the model's own method."""
-        model = self._model.with_attention()  # type: ignore[attr-defined] # asked only of models that have it
-        return SpeculativeModel(model, self._draft, self._end_ids)
+        super().__init__(model)
+        self._draft, self._end_ids = draft, end_ids
 
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> SpeculativeSentences:
         """Run the encoder on a padded batch and set up its caches; see `StepModel.encode`.
 
-        The draft does the same once it is known that there is something to guess.
+        The draft's follows once it is known that there is something to guess.
         """
         sentences = self._model.encode(source_ids, source_mask, capacity=capacity)
         return SpeculativeSentences(sentences, self._draft, np.array(source_ids), np.array(source_mask), self._end_ids)
 
     def close(self) -> None:
         """Free both models."""
-        self._model.close()
+        super().close()
         self._draft.close()
 
 
@@ -103,7 +96,7 @@ class _Ahead:
         return self._selected((slice(None), slice(query, query + 1)))
 
     def rows(self, rows: list[int]) -> _Ahead:
-        """The same of some rows."""
+        """What is known of some rows."""
         return _Ahead(self.target_ids[rows], self.write_index[rows], self._selected(rows), self.asked)
 
     def _selected(self, part: list[int] | tuple[slice, slice]) -> StepOutput:
@@ -111,7 +104,7 @@ class _Ahead:
         return StepOutput(**fields)
 
 
-class SpeculativeSentences:
+class SpeculativeSentences(Sentences):
     """A batch of sentences some of whose next tokens were taken in before anybody asked; see `Sentences`."""
 
     def __init__(
@@ -177,48 +170,57 @@ class SpeculativeSentences:
         return self._ahead.output_of(0)
 
     def step_greedily(
-        self,
-        target_ids: Ids,
-        positions: Ids,
-        write_index: Ids,
-        self_mask: Mask,
-        *,
-        steps: int,
-        until: Callable[[list[int]], bool],
-    ) -> tuple[Ids, Floats] | None:
-        """Take several steps; None where they are guessed one by one. See `Sentences.step_greedily`."""
+        self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, steps: int, until: Until
+    ) -> tuple[Ids, Floats]:
+        """Take several steps, one by one while they are guessed; see `Sentences.step_greedily`."""
         if self.size > MOST_ROWS:
             self._give_up()
-        if self._draft_model is not None:
-            return None  # single steps are what is guessed
-        return self._sentences.step_greedily(target_ids, positions, write_index, self_mask, steps=steps, until=until)
+        tokens: list[Ids] = []
+        log_probs: list[Floats] = []
+        mask = self_mask.copy()
+        while self._draft_model is not None:
+            output = self.step(target_ids, positions, write_index, mask)
+            target_ids = output.top_ids[:, :, 0].copy()
+            tokens.append(target_ids)
+            log_probs.append(output.top_log_probs[:, :, 0].copy())
+            if len(tokens) >= steps or until(target_ids[:, 0].tolist()):
+                break
+            positions, write_index = positions + 1, write_index + 1
+            mask[np.arange(self.size), 0, 0, write_index] = True
+        else:
+            rest = self._sentences.step_greedily(
+                target_ids, positions, write_index, mask, steps=steps - len(tokens), until=until
+            )
+            tokens.append(rest[0])
+            log_probs.append(rest[1])
+        return np.concatenate(tokens, axis=1), np.concatenate(log_probs, axis=1)
+
+    def step_beams(self, *arrays: Any, **settings: Any) -> BeamSteps:
+        """Take several steps of beams, none of which is guessed; see `Sentences.step_beams`."""
+        self._give_up()
+        return self._sentences.step_beams(*arrays, **settings)
 
     def grow(self, capacity: int) -> None:
         """Give every row `capacity` slots, keeping what is written and zeroing the rest."""
-        self._sentences.grow(capacity)
-        self._have_draft(lambda draft: draft.grow(capacity))
+        self._have_both(lambda sentences: sentences.grow(capacity))
 
-    def pack(self, slots: Ids, capacity: int) -> bool:
+    def pack(self, slots: Ids, capacity: int) -> None:
         """Keep some slots of each row; see `Sentences.pack`."""
-        if not self._sentences.pack(slots, capacity):
-            return False
-        kept = slots.shape[1]
-        self._ahead, self._drafted = None, [min(drafted, kept) for drafted in self._drafted]
-        self._have_draft(lambda draft: draft.pack(slots, capacity))
-        return True
+        if self._draft_model is not None and not self._draft_model.capabilities.packs:
+            self._give_up()
+        self._have_both(lambda sentences: sentences.pack(slots, capacity))
+        self._ahead, self._drafted = None, [min(drafted, slots.shape[1]) for drafted in self._drafted]
 
     def move(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`."""
-        self._sentences.move(source, target)
-        self._have_draft(lambda draft: draft.move(source, target))
+        self._have_both(lambda sentences: sentences.move(source, target))
         rows = np.arange(self.size)
         rows[target] = source
         self._keep(rows.tolist())
 
     def shrink(self, size: int) -> None:
         """Keep the first `size` rows."""
-        self._sentences.shrink(size)
-        self._have_draft(lambda draft: draft.shrink(size))
+        self._have_both(lambda sentences: sentences.shrink(size))
         self._keep([*range(size)])
 
     def read(self, name: str) -> Floats:
@@ -247,11 +249,12 @@ class SpeculativeSentences:
         mask: Mask = np.arange(self.capacity) <= positions[:, None, :, None]
         return mask
 
-    def _have_draft(self, act: Callable[[Sentences], object]) -> None:
-        """Have the draft do what the model has done; if it cannot, do without."""
+    def _have_both(self, act: Callable[[Sentences], None]) -> None:
+        """Have the model do something, and the draft; if that cannot, do without."""
+        act(self._sentences)
         try:
-            if self._draft is not None and act(self._draft) is False:
-                self._give_up()
+            if self._draft is not None:
+                act(self._draft)
         except _CANNOT:
             self._give_up()
 
@@ -295,20 +298,13 @@ class SpeculativeSentences:
         self._drafted = lengths
         if self._all_end(best.tolist()):
             return []
-        if count == 1:
+        if count == 1 or not model.capabilities.steps_greedily:
             return [best]
         places = np.array(lengths)
-        found = self._draft.step_greedily(
-            best[:, None],
-            places[:, None],
-            places,
-            self._before(places[:, None]),
-            steps=count - 1,
-            until=self._all_end,
+        following, _ = self._draft.step_greedily(
+            best[:, None], places[:, None], places, self._before(places[:, None]), steps=count - 1, until=self._all_end
         )
-        if found is None:
-            return [best]
-        tokens = list(found[0].T)
+        tokens = list(following.T)
         self._drafted = [length + len(tokens) for length in lengths]
         return [best, *(tokens[:-1] if self._all_end(tokens[-1].tolist()) else tokens)]
 

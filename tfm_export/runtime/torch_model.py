@@ -1,6 +1,6 @@
 """The step model on PyTorch, written to be obviously right: for parity and verification, never for service.
 
-The same append-only caches and masks as the graphs, on the weights of a `reference_model.Transformer`, in any float
+Append-only caches and masks, as the graphs have them, on the weights of a `reference_model.Transformer`, in any float
 type. With float64 it tells what rounding costs the others. Letters as in `step_model`.
 """
 
@@ -17,18 +17,11 @@ from tfm_export.bundle import Limits
 from tfm_export.errors import RequestError
 from tfm_export.graph import Dimensions, cross_names, self_cache_names
 from tfm_export.runtime.checks import check_encode, check_finite, check_step_arrays, step_problems
-from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepOutput
+from tfm_export.runtime.step_model import Capabilities, Floats, Ids, Mask, Sentences, StepModel, StepOutput
 
 
-class TorchModel:
-    """A reference model as a `StepModel`.
-
-    Attributes:
-        dimensions: the sizes that the graphs of this model would show.
-        limits: the longest sequences.
-    """
-
-    refill_at = 1.0
+class TorchModel(StepModel):
+    """A reference model as a `StepModel`."""
 
     def __init__(
         self,
@@ -58,11 +51,7 @@ class TorchModel:
         )
         self.limits = limits or Limits(max_source_length=config.max_length, max_target_length=config.max_target_length)
         self.attention_layer = attention_layer
-
-    @property
-    def gives_attention(self) -> bool:
-        """Whether steps give attention."""
-        return self.attention_layer is not None
+        self.capabilities = Capabilities(gives_attention=attention_layer is not None, packs=True)
 
     @torch.inference_mode()
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> TorchSentences:
@@ -88,7 +77,7 @@ class TorchModel:
         """Nothing to free."""
 
 
-class TorchSentences:
+class TorchSentences(Sentences):
     """A batch of sentences whose caches are PyTorch's tensors; see `Sentences`.
 
     Attributes:
@@ -114,19 +103,11 @@ class TorchSentences:
         self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, full: bool = False
     ) -> StepOutput:
         """Write Q tokens into the cache and say what may follow each; see `Sentences.step`."""
-        check_step_arrays(target_ids, positions, write_index, self_mask, size=self.size, capacity=self.capacity)
-        problems = step_problems(
-            target_ids,
-            positions,
-            write_index,
-            self_mask,
-            dimensions=self.model.dimensions,
-            limits=self.model.limits,
-        )
-        if problems:
+        arrays = target_ids, positions, write_index, self_mask
+        check_step_arrays(*arrays, size=self.size, capacity=self.capacity)
+        if problems := step_problems(*arrays, dimensions=self.model.dimensions, limits=self.model.limits):
             raise RequestError(problems)
-        inputs = [torch.tensor(x) for x in (target_ids, positions, write_index, self_mask)]
-        logits, weights = self._run(*inputs)
+        logits, weights = self._run(*[torch.tensor(array) for array in arrays])
         log_probs = logits.log_softmax(-1)
         top, ids = log_probs.topk(self.model.dimensions.candidates)
         layer = self.model.attention_layer
@@ -174,18 +155,14 @@ class TorchSentences:
             raise RequestError(f"a cache of {self.capacity} slots cannot grow to {capacity}")
         self.caches = [_padded(cache, capacity) for cache in self.caches]
 
-    def step_greedily(self, *_: object, **__: object) -> None:
-        """Not done here; see `Sentences.step_greedily`."""
-
     @torch.inference_mode()
-    def pack(self, slots: Ids, capacity: int) -> bool:
+    def pack(self, slots: Ids, capacity: int) -> None:
         """Keep some slots of each row; see `Sentences.pack`."""
         places = torch.tensor(slots)[:, None, :, None]
         self.caches = [
             _padded(cache.gather(2, places.expand(-1, cache.size(1), -1, cache.size(3))), capacity)
             for cache in self.caches
         ]
-        return True
 
     @torch.inference_mode()
     def move(self, source: int, target: int) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 from tfm_export.errors import BuildError
 from tfm_export.trt.flavor import OPERATORS, Flavor, polygraphy
-from tfm_export.trt.monitor import Progress, progress_monitor, stoppable
+from tfm_export.trt.monitor import BuildObserver, progress_monitor, stoppable
+from tfm_export.trt.network_source import NetworkSource
 from tfm_export.trt.options import EngineOptions
 from tfm_export.trt.proof import Network, look_at
 from tfm_export.trt.refusals import check_inputs, check_warnings
-from tfm_export.trt.source import Source
 
 # What TensorRT says where it has no fused kernel for an attention that must not be decomposed.
 NOT_FUSED = "is_decomposable"
@@ -22,7 +22,7 @@ NOT_FUSED = "is_decomposable"
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """What came of a build.
+    """A network that TensorRT has built, as it was given.
 
     Attributes:
         network: what TensorRT was given, counted.
@@ -45,14 +45,14 @@ class Builder:
         progress: told the phases.
     """
 
-    def __init__(self, flavor: Flavor, options: EngineOptions, targets: Sequence[str], progress: Progress) -> None:
+    def __init__(self, flavor: Flavor, options: EngineOptions, targets: Sequence[str], progress: BuildObserver) -> None:
         self._flavor, self._options, self._targets, self._progress = flavor, options, targets, progress
         self._trt = flavor.module
         self._log = _log(self._trt)
         with stoppable():  # whatever calls back must not be interrupted: what is raised in there would be lost
             self._builder = self._trt.Builder(self._log)
 
-    def build(self, source: Source, folder: Path, plan: Path) -> Built:
+    def build(self, source: NetworkSource, folder: Path, plan: Path) -> Built:
         """Build a plan; attention in 16 bits fused where TensorRT has a kernel for it, decomposed where it has not.
 
         Args:
@@ -73,7 +73,7 @@ class Builder:
             )
             return self._build(source, folder, plan, fused=False)
 
-    def _build(self, source: Source, folder: Path, plan: Path, *, fused: bool) -> Built:
+    def _build(self, source: NetworkSource, folder: Path, plan: Path, *, fused: bool) -> Built:
         self._progress.begin(f"building {plan.name}{'' if fused else ', attention decomposed'}")
         with stoppable() as stop:
             network = self._parse(source, folder)
@@ -93,7 +93,7 @@ class Builder:
         check_warnings(source.plan, said)
         return Built(network=look_at(self._trt, network), text=self._listing(network), fused=fused)
 
-    def _parse(self, source: Source, folder: Path) -> Any:
+    def _parse(self, source: NetworkSource, folder: Path) -> Any:
         """An INetworkDefinition, strongly typed."""
         trt, log = self._trt, self._log
         log.take()
@@ -113,7 +113,7 @@ class Builder:
         check_inputs(source.plan, [spec.name for spec in source.inputs], network)
         return network
 
-    def _add_profiles(self, source: Source, network: Any, config: Any) -> None:
+    def _add_profiles(self, source: NetworkSource, network: Any, config: Any) -> None:
         kind = polygraphy(self._flavor).Profile
         for number, profile in enumerate(source.profiles):
             shapes = kind()

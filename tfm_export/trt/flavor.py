@@ -18,7 +18,8 @@ from typing import Any
 from tfm_export.engines import FLAVORS
 from tfm_export.errors import BackendUnavailable, BuildError
 from tfm_export.extras import require
-from tfm_export.runtime import cuda
+from tfm_export.precision import PRECISIONS
+from tfm_export.runtime.gpu import cuda
 from tfm_export.trt.options import EngineOptions
 
 MODULES = {"tensorrt": ("tensorrt", "trt"), "rtx": ("tensorrt_rtx", "rtx")}
@@ -30,9 +31,10 @@ _POLYGRAPHY = "polygraphy.backend.trt"
 # What TensorRT-RTX builds for unless it is told: GPUs from Ampere on. A plan for all is as large as one for one.
 RTX_TARGETS = ("8.0", "8.6", "8.9", "12.0")
 
-# The least compute capability that has instructions for a number format. RTX was asked; for TensorRT it is documented.
-LEAST_CAPABILITY = {"bf16": "8.0", "w4": "8.0", "fp8": "8.9"}
-LEAST_CAPABILITY_RTX = {**LEAST_CAPABILITY, "fp32": "8.0"}
+
+def least_capability(flavor: str, precision: str) -> str | None:
+    """The least compute capability for a precision; None for the library's. It is documented, and RTX was asked."""
+    return "8.0" if (flavor, precision) == ("rtx", "fp32") else PRECISIONS[precision].least_capability
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +95,10 @@ class Flavor:
 
     def _too_old(self, target: str, options: EngineOptions) -> Iterator[str]:
         """Why the precision does not run on GPUs of a compute capability."""
-        least = LEAST_CAPABILITY_RTX if self.name == "rtx" else LEAST_CAPABILITY
         for name in dict.fromkeys((options.variant, options.computes_in)):
-            if name in least and _order(target) < _order(least[name]):
-                yield f"{name} needs compute capability {least[name]} with {FLAVORS[self.name]}, found {target}"
+            least = least_capability(self.name, name)
+            if least is not None and _order(target) < _order(least):
+                yield f"{name} needs compute capability {least} with {FLAVORS[self.name]}, found {target}"
 
     def _other_targets(self, options: EngineOptions) -> str:
         fitting = [c for c in self.supported_capabilities() if not [*self._too_old(c, options)]]

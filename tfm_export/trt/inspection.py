@@ -12,9 +12,8 @@ from typing import Any
 from tfm_export.errors import BuildError
 from tfm_export.graph import cache_output_name
 from tfm_export.trt.flavor import Flavor
-from tfm_export.trt.source import Source
-
-_TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "BOOL": "bool"}
+from tfm_export.trt.network_source import NetworkSource
+from tfm_export.trt.proof import type_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ def can_inspect(flavor: Flavor, targets: tuple[str, ...]) -> bool:
     return flavor.gpu is not None and flavor.gpu in targets
 
 
-def inspect_plan(flavor: Flavor, source: Source, plan: Path) -> Inspection:
+def inspect_plan(flavor: Flavor, source: NetworkSource, plan: Path) -> Inspection:
     """Load a plan, compare it with the graph's table, and ask the engine inspector for its layers.
 
     Args:
@@ -59,16 +58,15 @@ def inspect_plan(flavor: Flavor, source: Source, plan: Path) -> Inspection:
     return Inspection(layers=str(layers), device_memory_bytes=int(engine.device_memory_size_v2))
 
 
-def _problems(engine: Any, source: Source) -> Iterator[str]:
+def _problems(engine: Any, source: NetworkSource) -> Iterator[str]:
     wanted = Counter({spec.name: 1 for spec in (*source.inputs, *source.outputs)})
     found = Counter(engine.get_tensor_name(index) for index in range(engine.num_io_tensors))
     if wanted != found:
         yield f"it has the inputs and outputs {sorted(found)}, expected {sorted(wanted)}"
         return
     for spec in (*source.inputs, *source.outputs):
-        kind = str(engine.get_tensor_dtype(spec.name)).rpartition(".")[2]
-        if _TYPES.get(kind, kind) != spec.dtype:
-            yield f"{spec.name} must be {spec.dtype}, found {_TYPES.get(kind, kind)}"
+        if (kind := type_name(engine.get_tensor_dtype(spec.name))) != spec.dtype:
+            yield f"{spec.name} must be {spec.dtype}, found {kind}"
     caches = {cache_output_name(spec.name): spec.name for spec in source.inputs}
     for spec in source.outputs:
         if spec.name in caches and engine.get_aliased_input_tensor(spec.name) != caches[spec.name]:

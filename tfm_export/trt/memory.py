@@ -8,10 +8,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from tfm_export.engines import FLOAT_TYPES
 from tfm_export.graph import Dimensions
+from tfm_export.precision import PRECISIONS
+from tfm_export.trt.network_source import NetworkSource
 from tfm_export.trt.profiles import EngineLimits, Sizes, propagate
-from tfm_export.trt.source import Source
 
 # These give another view of their input, or write into it.
 _IN_PLACE = {"Reshape", "Squeeze", "Unsqueeze", "Identity", "TensorScatter"}
@@ -49,7 +49,11 @@ class Memory:
 
 
 def estimate_memory(
-    sources: Sequence[Source], dimensions: Dimensions, compute: str, limits: EngineLimits, capacities: Sequence[int]
+    sources: Sequence[NetworkSource],
+    dimensions: Dimensions,
+    compute: str,
+    limits: EngineLimits,
+    capacities: Sequence[int],
 ) -> Memory:
     """Work out what an engine will take.
 
@@ -60,8 +64,8 @@ def estimate_memory(
         limits: the largest sizes.
         capacities: slots a sentence.
     """
-    element = 4 if FLOAT_TYPES[compute] == "float32" else 2
-    slot = 2 * dimensions.decoder_layers * dimensions.heads * dimensions.head_size * element
+    item_bytes = PRECISIONS[compute].item_bytes
+    slot = 2 * dimensions.decoder_layers * dimensions.heads * dimensions.head_size * item_bytes
     caches = {capacity: slot * capacity for capacity in capacities}
     return Memory(
         weights={source.plan: source.weight_bytes for source in sources},
@@ -73,7 +77,7 @@ def estimate_memory(
     )
 
 
-def _activations(source: Source) -> int:
+def _activations(source: NetworkSource) -> int:
     return max(most_alive(source.model, profile.sizes(-1)) for profile in source.profiles)
 
 

@@ -18,7 +18,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 _LEFT_ALONE = (signal.SIG_IGN, None)
 
 
-class Progress(Protocol):
+class BuildObserver(Protocol):
     """Who is told how far a build is."""
 
     def begin(self, what: str) -> None:
@@ -38,16 +38,16 @@ class Silent:
     """Tells nobody."""
 
     def begin(self, what: str) -> None:
-        """Nothing."""
+        """Leave what begins untold."""
 
     def advance(self, phase: str) -> None:
-        """Nothing."""
+        """Leave the phase untold."""
 
     def note(self, text: str) -> None:
-        """Nothing."""
+        """Leave the note untold."""
 
 
-class Stop:
+class StopRequest:
     """Whether a build is to stop.
 
     Attributes:
@@ -66,13 +66,13 @@ class Stop:
 
 
 @contextmanager
-def stoppable() -> Iterator[Stop]:
+def stoppable() -> Iterator[StopRequest]:
     """While the block runs, Ctrl-C and SIGTERM ask the build to stop; when it ends, they do what they always do.
 
     Raises:
         Exception: what went wrong in a callback.
     """
-    stop = Stop()
+    stop = StopRequest()
     with _noting_signals(stop):
         yield stop
     if stop.problem is not None:
@@ -80,7 +80,7 @@ def stoppable() -> Iterator[Stop]:
 
 
 @contextmanager
-def _noting_signals(stop: Stop) -> Iterator[None]:
+def _noting_signals(stop: StopRequest) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # Python runs signal handlers in the main thread alone
         return
@@ -101,7 +101,7 @@ def _noting_signals(stop: Stop) -> Iterator[None]:
             signal.raise_signal(stop.signal)
 
 
-def progress_monitor(trt: ModuleType, progress: Progress, stop: Stop) -> Any:
+def progress_monitor(trt: ModuleType, progress: BuildObserver, stop: StopRequest) -> Any:
     """An IProgressMonitor that passes phases on, and stops the build when it is asked to.
 
     Args:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tfm_export.engines import FLAVORS, FLOAT_TYPES, NAME
+from tfm_export.engines import FLAVORS, NAME
 from tfm_export.errors import BuildError
-from tfm_export.precision import PRECISIONS
+from tfm_export.precision import FLOATS, FLOATS_16_BIT, PRECISIONS, Compute
 
 FlavorName = Literal["auto", "tensorrt", "rtx"]
-Compute = Literal["fp32", "fp16", "bf16"]
 DEFAULT_VARIANT = "fp16"
 DEFAULT_BATCH = 32
 DEFAULT_BEAM = 4
@@ -78,10 +77,10 @@ class EngineOptions:
     def _precision_problems(self) -> Iterator[str]:
         if self.variant not in PRECISIONS:
             yield f"variant must be one of {', '.join(PRECISIONS)}, found {self.variant!r}"
-        elif self.variant in FLOAT_TYPES and self.compute not in {None, self.variant}:
+        elif self.variant in FLOATS and self.compute not in {None, self.variant}:
             yield f"compute is for quantised variants: {self.variant} computes in {self.variant}, not {self.compute}"
-        elif self.variant not in FLOAT_TYPES and self.compute not in {None, "fp16", "bf16"}:
-            yield f"compute must be fp16 or bf16 with {self.variant}, found {self.compute!r}"
+        elif self.variant not in FLOATS and self.compute not in {None, *FLOATS_16_BIT}:
+            yield f"compute must be {' or '.join(FLOATS_16_BIT)} with {self.variant}, found {self.compute!r}"
 
     def _number_problems(self) -> Iterator[str]:
         for name in ("max_batch_size", "max_beam_size", "max_source_length", "max_target_length", "workspace_bytes"):
@@ -97,8 +96,7 @@ class EngineOptions:
     @property
     def computes_in(self) -> Compute:
         """What is computed in where nothing is quantised."""
-        of_floats: dict[str, Compute] = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}
-        return of_floats.get(self.variant, self.compute or "fp16")
+        return self.variant if self.variant in FLOATS else self.compute or "fp16"
 
 
 def compute_capability(text: str) -> str:

@@ -48,7 +48,7 @@ class Range:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class OptimizationProfile:
     """A profile of a plan.
 
     Attributes:
@@ -94,11 +94,11 @@ class EngineLimits:
         """Slots that the longest target needs with all beams: the start token's, and one for each token of each."""
         return _rounded_up(1 + self.max_beam_size * self.max_target_length)
 
-    def encoder_profiles(self) -> list[Profile]:
+    def encoder_profiles(self) -> list[OptimizationProfile]:
         """The encoder's one."""
-        return [Profile(name="encoder", axes={"batch": self._batch, "source": self._source})]
+        return [OptimizationProfile(name="encoder", axes={"batch": self._batch, "source": self._source})]
 
-    def step_profiles(self, capacity: int) -> list[Profile]:
+    def step_profiles(self, capacity: int) -> list[OptimizationProfile]:
         """The two of the decoder step with so many slots."""
         prompt = min(max(self.max_target_length, self.max_beam_size), capacity)
         beams = min(self.max_beam_size, capacity)
@@ -108,7 +108,7 @@ class EngineLimits:
         }
         slots = Range(smallest=capacity, usual=capacity, largest=capacity)
         shared = {"batch": self._batch, "source": self._source, "capacity": slots}
-        return [Profile(name=name, axes={**shared, "query": query}) for name, query in queries.items()]
+        return [OptimizationProfile(name=name, axes={**shared, "query": query}) for name, query in queries.items()]
 
     @property
     def _batch(self) -> Range:
@@ -138,7 +138,9 @@ def usual_source_length(bundle: Bundle, longest: int) -> int:
     return min(max(lengths[len(lengths) // 2], 1), longest)
 
 
-def check_profiles(name: str, profiles: Sequence[Profile], model: ir.Model, outputs: Sequence[TensorSpec]) -> None:
+def check_profiles(
+    name: str, profiles: Sequence[OptimizationProfile], model: ir.Model, outputs: Sequence[TensorSpec]
+) -> None:
     """Make sure that shapes are in order, and that they fit together all the way through the graph.
 
     Args:
@@ -228,7 +230,7 @@ def _fold_shape(model: ir.Model, node: ir.Node) -> None:
     model.graph.remove(node, safe=True)
 
 
-def _order_problems(profile: Profile) -> Iterator[str]:
+def _order_problems(profile: OptimizationProfile) -> Iterator[str]:
     for name, axis in profile.axes.items():
         if not 1 <= axis.smallest <= axis.usual <= axis.largest:
             yield f"{name} must rise from 1, found {axis.smallest}, {axis.usual}, {axis.largest}"

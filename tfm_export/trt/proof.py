@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from tfm_export.engines import FLOAT_TYPES
 from tfm_export.errors import BuildError
 from tfm_export.graph import cache_output_name
-from tfm_export.trt.source import Source
+from tfm_export.precision import PRECISIONS
+from tfm_export.trt.network_source import NetworkSource
 
-# What the matrices of quantised variants are stored as, and whether what they are multiplied with is, too.
-QUANTIZED = {"w8": ("int8", False), "w4": ("int4", False), "int8": ("int8", True), "fp8": ("fp8", True)}
 MOST_KEPT = 0.5  # of the products may be in other numbers, which is what the stage quantize accepts
 
 # A plan of TensorRT-RTX holds its weights as they are, and its kernels as source text. What is left without the text
@@ -34,16 +32,8 @@ BYTES_OFF_AN_ATTENTION = 32_000
 
 _TEXT = 64  # printable characters in a row; weights do not look like that
 _CHUNK = 1 << 24
-_TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT8": "int8", "INT4": "int4", "FP8": "fp8"}
-_ONNX_TYPES = {
-    ir.DataType.FLOAT: "float32",
-    ir.DataType.FLOAT16: "float16",
-    ir.DataType.BFLOAT16: "bfloat16",
-    ir.DataType.INT8: "int8",
-    ir.DataType.UINT8: "uint8",
-    ir.DataType.INT4: "int4",
-    ir.DataType.FLOAT8E4M3FN: "fp8",
-}
+_TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16"}  # the others are called what ONNX calls them
+_ONNX_TYPES = {ir.DataType.FLOAT: "float32", ir.DataType.FLOAT8E4M3FN: "fp8"}
 # Through these, numbers pass unchanged.
 _PASSING_LAYERS = {"SHUFFLE", "IDENTITY"}
 _PASSING_NODES = {"Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze"}
@@ -98,13 +88,13 @@ class PlanProof:
 
 def asked_product(precision: str, compute: str) -> str:
     """How the products of a precision are computed, such as "float16 x int8"."""
-    float_type = FLOAT_TYPES[compute]
-    stored, both = QUANTIZED.get(precision, (float_type, False))
-    return f"{stored if both else float_type} x {stored}"
+    row, float_type = PRECISIONS[precision], PRECISIONS[compute].float_type
+    weight_type = row.weight_type if row.quantized else float_type
+    return f"{weight_type if row.quantizes_activations else float_type} x {weight_type}"
 
 
 def prove(
-    source: Source, precision: str, compute: str, found: Network, plan: Path, *, fused: bool, readable: bool
+    source: NetworkSource, precision: str, compute: str, found: Network, plan: Path, *, fused: bool, readable: bool
 ) -> PlanProof:
     """Compare what was built with what was asked for.
 
@@ -164,7 +154,7 @@ def look_at(trt: ModuleType, network: Any) -> Network:
         if layer.type == trt.LayerType.MATRIX_MULTIPLY:
             products[" x ".join(_layer_type(trt, layer.get_input(side), producers) for side in (0, 1))] += 1
         elif layer.type == trt.LayerType.ATTENTION_INPUT:
-            attention[_type_name(layer.get_input(0))] += 1
+            attention[type_name(layer.get_input(0).dtype)] += 1
         elif layer.type == trt.LayerType.KV_CACHE_UPDATE:
             name = layer.get_input(0).name
             if name in inputs and layer.get_output(0).name == cache_output_name(name) in outputs:
@@ -196,18 +186,19 @@ def _product_problems(asked: str, expected: Network, found: Network) -> Iterator
         yield f"{expected.products[asked]} of {total} products are {asked}; there are {_counts(expected.products)}"
 
 
-def _layer_problems(source: Source, compute: str, expected: Network, found: Network) -> Iterator[str]:
+def _layer_problems(source: NetworkSource, compute: str, expected: Network, found: Network) -> Iterator[str]:
     if found.attention != expected.attention:
         yield f"the graph has attention in {_counts(expected.attention)}, TensorRT's network {_counts(found.attention)}"
-    asked, total = expected.attention[FLOAT_TYPES[compute]], sum(expected.attention.values())
+    float_type = PRECISIONS[compute].float_type
+    asked, total = expected.attention[float_type], sum(expected.attention.values())
     if asked < (1 - MOST_KEPT) * total:
-        yield f"{asked} of {total} attention layers are in {FLOAT_TYPES[compute]}"
+        yield f"{asked} of {total} attention layers are in {float_type}"
     caches = {spec.name for spec in source.inputs if spec.name.startswith("self_") and spec.name != "self_mask"}
     if missing := sorted(caches - found.caches):
         yield f"not updated in place: {', '.join(missing)}"
 
 
-def _size_problems(source: Source, stored: int | None, attentions: int) -> Iterator[str]:
+def _size_problems(source: NetworkSource, stored: int | None, attentions: int) -> Iterator[str]:
     if stored is None:
         return
     weights = source.weight_bytes
@@ -223,8 +214,9 @@ def _counts(counter: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counter.items())) or "none"
 
 
-def _type_name(tensor: Any) -> str:
-    name = str(tensor.dtype).rpartition(".")[2]
+def type_name(kind: Any) -> str:
+    """What one of TensorRT's types is called here, such as "float16"."""
+    name = str(kind).rpartition(".")[2]
     return _TYPES.get(name, name.lower())
 
 
@@ -234,12 +226,12 @@ def _layer_type(trt: ModuleType, tensor: Any, producers: dict[str, Any]) -> str:
     while (layer := producers.get(value.name)) is not None and layer.type in kinds:
         value = layer.get_input(0)
     if layer is not None and layer.type == trt.LayerType.DEQUANTIZE:
-        return _type_name(layer.get_input(0))
-    return _type_name(tensor)
+        return type_name(layer.get_input(0).dtype)
+    return type_name(tensor.dtype)
 
 
 def _node_type(value: ir.Value | None) -> str:
-    """The same for a value of the graph."""
+    """The type of a value of the graph; of what is dequantised, the type that it was quantised to."""
     source = value
     while source is not None and (node := source.producer()) is not None and node.op_type in _PASSING_NODES:
         source = node.inputs[0]

@@ -10,21 +10,21 @@ from dataclasses import dataclass, replace
 
 from tfm_export import graph
 from tfm_export.bundle import GOLDEN, Bundle, Manifest
-from tfm_export.engines import ENGINE_FILE, ENGINES, FLOAT_TYPES, EngineRecord, plan_file
+from tfm_export.engines import ENGINE_FILE, ENGINES, EngineRecord, plan_file
 from tfm_export.errors import BuildError, BundleError
 from tfm_export.extras import require_onnxruntime
-from tfm_export.graph import Dimensions
 from tfm_export.graph_files import RANGES
+from tfm_export.precision import FLOATS, PRECISIONS, Compute
 from tfm_export.staging import Part, check_part, new_part
 from tfm_export.trt.builder import Builder
 from tfm_export.trt.flavor import Flavor, open_flavor
 from tfm_export.trt.inspection import can_inspect, inspect_plan
 from tfm_export.trt.memory import Memory, estimate_memory
-from tfm_export.trt.monitor import Progress, Silent
-from tfm_export.trt.options import DEFAULT_BEAM, Compute, EngineOptions
+from tfm_export.trt.monitor import BuildObserver, Silent
+from tfm_export.trt.network_source import NetworkSource, derive_sources, uses_ranges, write_sources
+from tfm_export.trt.options import DEFAULT_BEAM, EngineOptions
 from tfm_export.trt.profiles import EngineLimits, usual_source_length
 from tfm_export.trt.proof import PlanProof, prove
-from tfm_export.trt.source import Source, derive_sources, engine_head_size, uses_ranges, write_sources
 
 NETWORK = "network.txt"
 MOST_TOLD = 3  # values that stay in float32
@@ -54,7 +54,7 @@ class Blueprint:
     compute: Compute
     limits: EngineLimits
     capacities: tuple[int, ...]
-    sources: Sequence[Source]
+    sources: Sequence[NetworkSource]
     memory: Memory
     options: EngineOptions
 
@@ -87,11 +87,11 @@ def draw_blueprint(bundle: Bundle, options: EngineOptions, *, force: bool = Fals
     targets = flavor.targets(options)
     limits = resolve_limits(bundle, options)
     capacities = resolve_capacities(limits, options.capacities)
-    compute, dimensions = options.computes_in, bundle.manifest.dimensions
+    compute = options.computes_in
     name = options.name or _default_name(options, flavor, targets)
     check_part(bundle, f"{ENGINES}/{name}", force=force)
     sources = derive_sources(bundle, options.variant, compute, limits, capacities)
-    wide = Dimensions(**{**vars(dimensions), "head_size": engine_head_size(dimensions, compute)})
+    wide = bundle.manifest.dimensions.padded(PRECISIONS[compute].float_type)
     return Blueprint(
         name=name,
         flavor=flavor,
@@ -107,7 +107,7 @@ def draw_blueprint(bundle: Bundle, options: EngineOptions, *, force: bool = Fals
 
 
 def build_engine(
-    bundle: Bundle, options: EngineOptions | None = None, progress: Progress | None = None, *, force: bool = False
+    bundle: Bundle, options: EngineOptions | None = None, progress: BuildObserver | None = None, *, force: bool = False
 ) -> EngineRecord:
     """Build an engine of a bundle's variant, prove that it is what was asked for, and add it to the bundle.
 
@@ -120,9 +120,9 @@ def build_engine(
         force: replace an engine of that name.
 
     Raises:
-        BackendUnavailable: see `draw_blueprint`.
-        BuildError: see `draw_blueprint`; or TensorRT did not build it, or it is not what was asked for.
-        BundleError: see `draw_blueprint`; or the disk is full.
+        BackendUnavailable: no TensorRT library can build here.
+        BuildError: what is asked for cannot be had, TensorRT did not build it, or built something else.
+        BundleError: the bundle lacks the variant, has an engine of that name, or cannot be written to.
         KeyboardInterrupt: Ctrl-C was pressed; the bundle is as it was.
     """
     progress = progress or Silent()
@@ -132,8 +132,10 @@ def build_engine(
     )
 
 
-def build_blueprint(bundle: Bundle, blueprint: Blueprint, progress: Progress, *, force: bool = False) -> EngineRecord:
-    """Build what a blueprint says; see `build_engine`."""
+def build_blueprint(
+    bundle: Bundle, blueprint: Blueprint, progress: BuildObserver, *, force: bool = False
+) -> EngineRecord:
+    """Build what a blueprint says, prove it and add it to the bundle; raises as `build_engine` does."""
     start = time.perf_counter()
     with new_part(bundle, blueprint.part, force=force, forget=lambda m: _without(m, blueprint.name)) as part:
         _tell_kept(blueprint.sources[:2], progress)  # all capacities keep the same
@@ -210,7 +212,7 @@ def _check_variant(bundle: Bundle, variant: str) -> None:
 
 def _default_name(options: EngineOptions, flavor: Flavor, targets: Sequence[str]) -> str:
     words = [options.variant]
-    if options.variant not in FLOAT_TYPES and options.computes_in != "fp16":
+    if options.variant not in FLOATS and options.computes_in != "fp16":
         words.append(options.computes_in)
     words.append(flavor.name)
     if flavor.name == "tensorrt":  # of this GPU alone: engines for others may join it in the bundle
@@ -218,7 +220,7 @@ def _default_name(options: EngineOptions, flavor: Flavor, targets: Sequence[str]
     return "-".join(words)
 
 
-def _tell_kept(sources: Sequence[Source], progress: Progress) -> None:
+def _tell_kept(sources: Sequence[NetworkSource], progress: BuildObserver) -> None:
     """Say what is computed in float32 although another type was asked for."""
     for source in sources:
         if source.kept:
@@ -227,7 +229,9 @@ def _tell_kept(sources: Sequence[Source], progress: Progress) -> None:
             progress.note(f"{source.plan}: what does not fit stays in float32: {some}{more}")
 
 
-def _build_plan(builder: Builder, source: Source, blueprint: Blueprint, part: Part, progress: Progress) -> PlanProof:
+def _build_plan(
+    builder: Builder, source: NetworkSource, blueprint: Blueprint, part: Part, progress: BuildObserver
+) -> PlanProof:
     """Build and prove one plan, and write down what it is made of."""
     plan = part.path / plan_file(source.plan)
     built = builder.build(source, part.path, plan)
@@ -255,7 +259,7 @@ def _build_plan(builder: Builder, source: Source, blueprint: Blueprint, part: Pa
     return proof
 
 
-def _verify(bundle: Bundle, blueprint: Blueprint, part: Part, progress: Progress) -> dict[str, float]:
+def _verify(bundle: Bundle, blueprint: Blueprint, part: Part, progress: BuildObserver) -> dict[str, float]:
     """Decode with the graphs that were compiled; the shares that agree."""
     if GOLDEN not in bundle.manifest.files:
         progress.note(f"the bundle has no {GOLDEN}, so the graphs that were compiled are not decoded with")
@@ -271,7 +275,6 @@ def _verify(bundle: Bundle, blueprint: Blueprint, part: Part, progress: Progress
         part.path,
         variant=blueprint.variant,
         compute=blueprint.compute,
-        head_size=engine_head_size(bundle.manifest.dimensions, blueprint.compute),
         threads=blueprint.options.threads,
         progress=progress.begin,
     )
@@ -281,7 +284,7 @@ def _verify(bundle: Bundle, blueprint: Blueprint, part: Part, progress: Progress
 def _record(
     bundle: Bundle, blueprint: Blueprint, proofs: Sequence[PlanProof], agreement: dict[str, float], seconds: float
 ) -> EngineRecord:
-    limits, dimensions = blueprint.limits, bundle.manifest.dimensions
+    limits, float_type = blueprint.limits, PRECISIONS[blueprint.compute].float_type
     sources = [graph.ENCODER, graph.DECODER_STEP, graph.WEIGHTS]
     if uses_ranges(blueprint.variant, blueprint.compute):
         sources.append(RANGES)
@@ -293,7 +296,7 @@ def _record(
         compute_capabilities=blueprint.targets,
         variant=blueprint.variant,
         compute=blueprint.compute,
-        float_type=FLOAT_TYPES[blueprint.compute],
+        float_type=float_type,
         max_batch_size=limits.max_batch_size,
         max_beam_size=limits.max_beam_size,
         max_source_length=limits.max_source_length,
@@ -301,7 +304,7 @@ def _record(
         capacities=blueprint.capacities,
         plans={source.plan: plan_file(source.plan) for source in blueprint.sources},
         onnx_hashes={name: bundle.manifest.files[name].sha256 for name in files},
-        head_size_padded=engine_head_size(dimensions, blueprint.compute),
+        head_size_padded=bundle.manifest.dimensions.padded(float_type).head_size,
         attention="fused" if all(proof.fused for proof in proofs) else "decomposed",
         profiles={
             source.plan: tuple(profile.shapes(source.inputs) for profile in source.profiles)

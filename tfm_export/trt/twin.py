@@ -7,7 +7,7 @@ to padded heads, is done to what is decoded here; every result is rounded to the
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +16,13 @@ import onnx_ir as ir
 
 from tfm_export import graph
 from tfm_export.bundle import GOLDEN, Bundle
-from tfm_export.engines import FLOAT_TYPES
 from tfm_export.errors import NumericError, ParityError
-from tfm_export.graph import Dimensions
 from tfm_export.graph_files import WeightsFile, read_graph
 from tfm_export.passes.twin import float32_twin
-from tfm_export.precision import PRECISIONS, Precision
-from tfm_export.runtime.onnx_runtime import OnnxModel
-from tfm_export.trt.options import Compute
-from tfm_export.trt.source import Source
+from tfm_export.precision import PRECISIONS, Compute, Precision
+from tfm_export.progress import Progress
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
+from tfm_export.trt.network_source import NetworkSource
 from tfm_export.verify import GenerationComparison, compare_generations, read_golden
 
 MOST_INPUTS = 200  # int8 in the form that TensorRT wants is slow on CPUs
@@ -32,14 +30,13 @@ MOST_INPUTS = 200  # int8 in the form that TensorRT wants is slow on CPUs
 
 def verify_sources(
     bundle: Bundle,
-    sources: Sequence[Source],
+    sources: Sequence[NetworkSource],
     folder: Path,
     *,
     variant: str,
     compute: Compute,
-    head_size: int,
     threads: int | None,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> list[GenerationComparison]:
     """Decode the golden inputs with the graphs that TensorRT is given, and hold every token to PyTorch's.
 
@@ -49,7 +46,6 @@ def verify_sources(
         folder: where they were written to.
         variant: the precision.
         compute: what is computed in where nothing is quantised.
-        head_size: of caches and cross-attention keys and values in these graphs.
         threads: to compute with; None for the CPUs this process may use.
         progress: told what begins.
 
@@ -57,8 +53,8 @@ def verify_sources(
         ParityError: too many generations differ, or a number is not finite.
     """
     manifest, golden = bundle.manifest, read_golden(bundle, GOLDEN)[:MOST_INPUTS]
-    precision = _needed(bundle, variant, compute)
-    with compiled_model(bundle, sources, folder, compute=compute, head_size=head_size, threads=threads) as model:
+    precision, float_type = _needed(bundle, variant, compute), PRECISIONS[compute].float_type
+    with compiled_model(bundle, sources, folder, compute=compute, threads=threads) as model:
         try:
             found = compare_generations(
                 model, golden, manifest.special_ids, manifest.golden, precision, lambda what: progress(f"twin: {what}")
@@ -66,7 +62,7 @@ def verify_sources(
         except NumericError as problem:
             raise ParityError(
                 [f"the graphs for TensorRT: {text}" for text in problem.problems],
-                f"--compute bf16, which has the range of float32: numbers leave that of {FLOAT_TYPES[compute]}",
+                f"--compute bf16, which has the range of float32: numbers leave that of {float_type}",
             ) from problem
     problems = [
         f"the graphs for TensorRT, {c.name}: {c.agreement:.1%} of {c.count} inputs agree, {c.needed:.0%} are needed"
@@ -80,9 +76,14 @@ def verify_sources(
 
 @contextmanager
 def compiled_model(
-    bundle: Bundle, sources: Sequence[Source], folder: Path, *, compute: Compute, head_size: int, threads: int | None
+    bundle: Bundle,
+    sources: Sequence[NetworkSource],
+    folder: Path,
+    *,
+    compute: Compute,
+    threads: int | None,
 ) -> Iterator[OnnxModel]:
-    """The graphs that TensorRT is given as a step model of the CPU, closed when the block ends; see `verify_sources`.
+    """The graphs that TensorRT is given as a step model of the CPU, closed when the block ends.
 
     Its capacity is free again: graphs of other capacities differ in nothing else.
     """
@@ -97,7 +98,7 @@ def compiled_model(
                 float32_twin(model)
             _keep_infinities(model)
             weights.write(model, target / file)
-        wide = Dimensions(**{**vars(bundle.manifest.dimensions), "head_size": head_size})
+        wide = bundle.manifest.dimensions.padded(PRECISIONS[compute].float_type)
         loaded = OnnxModel(
             Bundle(bundle.path, replace(bundle.manifest, dimensions=wide)), folder=target, threads=threads
         )
@@ -107,7 +108,7 @@ def compiled_model(
             loaded.close()
 
 
-def _name_axes(model: ir.Model, source: Source) -> None:
+def _name_axes(model: ir.Model, source: NetworkSource) -> None:
     """Give inputs and outputs the axes of the table again."""
     for values, specs in ((model.graph.inputs, source.inputs), (model.graph.outputs, source.outputs)):
         for value, spec in zip(values, specs, strict=True):
@@ -151,7 +152,7 @@ def _needed(bundle: Bundle, variant: str, compute: Compute) -> Precision:
         return precision
     accepted = bundle.manifest.variants[variant].get("agreement")
     needed = precision.agreement if accepted is None else min(precision.agreement, float(accepted))
-    if variant not in FLOAT_TYPES:
+    if precision.quantized:
         needed -= 1 - PRECISIONS[compute].agreement
     if bundle.manifest.golden.get("synthetic", True):
         needed = 0.0

@@ -8,7 +8,7 @@ generations of the golden inputs, token for token (needs the bundle alone).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,9 @@ from tfm_export.bundle import GOLDEN, Bundle, write_text
 from tfm_export.errors import BackendUnavailable, BundleError
 from tfm_export.graph import GENERATE
 from tfm_export.precision import PRECISIONS
+from tfm_export.progress import Progress
 from tfm_export.runtime.backends import survey
+from tfm_export.runtime.cpu.saturation import generate_graph_problem
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.verify.cpu import CPU, TWIN, cpu_model
 from tfm_export.verify.generate_graph import compare_generate_graph
@@ -59,7 +61,7 @@ def verify_variant(
     *,
     reference: Reference | None = None,
     threads: int | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> ParityReport:
     """Judge one variant of a bundle.
 
@@ -77,7 +79,7 @@ def verify_variant(
     backend = CPU if precision.float_type == "float32" else TWIN
     with cpu_model(bundle, variant, threads=threads) as model:
         report = verify_model(bundle, model, variant, backend, reference=reference, progress=progress)
-    if f"onnx/{variant}/{GENERATE}" in manifest.files:
+    if f"onnx/{variant}/{GENERATE}" in manifest.files and generate_graph_problem(bundle, variant) is None:
         graph = compare_generate_graph(bundle, variant, threads=threads, progress=progress)
         report = replace(report, generations=[*report.generations, *graph])
     return report
@@ -90,7 +92,7 @@ def verify_model(
     backend: str,
     *,
     reference: Reference | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> ParityReport:
     """Judge a loaded model of a variant, on whatever backend.
 
@@ -99,7 +101,7 @@ def verify_model(
         model: what decodes.
         variant: by whose standards it is judged.
         backend: what the report calls it.
-        reference: see `verify_variant`.
+        reference: the same weights in PyTorch; without it only generations are compared.
         progress: told what begins.
 
     Raises:
@@ -134,7 +136,7 @@ def _steps(
     variant: str,
     reference: Reference | None,
     golden: Sequence[Golden],
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> StepsComparison:
     from tfm_export.verify.steps import compare_steps, teacher_forcing
 
@@ -143,12 +145,11 @@ def _steps(
     if reference is not None:
         from tfm_export.verify.reference import float64_reference
 
-        exact = float64_reference(reference)
+        exact = float64_reference(reference, bundle.variant_path(variant))
     return compare_steps(
         bundle.variant_path(variant),
         manifest.dimensions,
         teacher_forcing(manifest.dimensions, manifest.limits, golden, manifest.special_ids.bos),
-        limits=manifest.limits,
         model=model,
         reference=exact,
         progress=progress,
@@ -160,14 +161,14 @@ def verify_gpu(
     gpu: int,
     *,
     reference: Reference | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> tuple[list[ParityReport], list[str]]:
     """Judge every engine and variant of a bundle that runs on a GPU.
 
     Args:
         bundle: an open bundle.
         gpu: the number of the GPU.
-        reference: see `verify_variant`.
+        reference: the same weights in PyTorch; without it only generations are compared.
         progress: told what begins.
 
     Returns:

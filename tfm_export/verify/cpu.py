@@ -11,7 +11,7 @@ from tfm_export.bundle import Bundle
 from tfm_export.extras import require
 from tfm_export.graph import DECODER_STEP, ENCODER, WEIGHTS
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime.onnx_runtime import OnnxModel
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 
 CPU = "onnxruntime-cpu"
 TWIN = "onnxruntime-cpu, float32 twin"

@@ -27,7 +27,6 @@ from onnx.reference.op_run import OpRun
 from onnx.reference.ops.op_attention import Attention_24 as ReferenceAttention
 
 from tfm_export import graph
-from tfm_export.bundle import Limits
 from tfm_export.graph_files import read_graph
 from tfm_export.runtime.step_model import Ids, Mask, StepOutput
 
@@ -36,8 +35,9 @@ Array = NDArray[Any]
 # Weights up to this size are kept in float64, which doubles them; larger ones are cast whenever they are read.
 KEPT_BYTES = 1 << 30
 
-# A float32 number of at most so many significant bits, such as 16 or 0.125, is taken for what was meant.
-FEW_BITS = 12
+# What a scalar was before it was rounded to float32 is known if it has at most so many significant bits (0.125), or so
+# many digits (1e-5), or is the root of a whole number up to so much or the inverse of one (1 / sqrt(48)).
+FEW_BITS, FEW_DIGITS, LARGEST_ROOTED = 12, 6, 1 << 16
 # Of the scores that are computed at once, in float64.
 ATTENTION_BYTES = 1 << 27
 
@@ -59,9 +59,9 @@ class Moves:
 
     Attributes:
         results: of each operation, relative to the size of what it is made of.
-        constants: numbers that the graph stores in float32, where PyTorch computes with what Python holds in float64,
-            such as 1 / sqrt(48): scalars and attributes, relative to their own size.
-        tables: whether larger constants are moved as well, weights among them.
+        constants: scalars and attributes that the graph stores in float32, where PyTorch computes with what Python
+            holds in float64, and which are no numbers that anybody would recognise; relative to their own size.
+        tables: whether all other constants are moved as well, weights among them.
         seed: of the moves.
     """
 
@@ -78,30 +78,44 @@ class Float64Graph:
     """One graph of a bundle, computed in float64.
 
     Args:
-        path: of the graph; its weights lie where it says.
-        moves: how far numbers are moved; by default not at all.
+        proto: the graph without its constants.
+        constants: by name.
+        moves: how far numbers are moved.
     """
 
-    def __init__(self, path: Path, moves: Moves = STILL) -> None:
-        self._moves, self._random = moves, np.random.default_rng(moves.seed)
-        model = read_graph(path)
-        tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
-        self._constants: dict[str, Array] = {name: tensor.numpy() for name, tensor in tensors.items() if tensor}
-        self._cast_once = sum(constant.nbytes for constant in self._constants.values()) <= KEPT_BYTES
-        for name, constant in self._constants.items():
-            if moves.constants and _is_float(constant) and (constant.size == 1 or moves.tables):
-                self._constants[name] = self._near_float32(constant)
-            elif self._cast_once:
-                self._constants[name] = _in_float64(constant)
-        proto = onnx.load(path, load_external_data=False)
-        del proto.graph.initializer[:]
+    def __init__(self, proto: onnx.ModelProto, constants: Mapping[str, Array], moves: Moves = STILL) -> None:
+        self._proto, self._moves, self._random = proto, moves, np.random.default_rng(moves.seed)
+        self._constants, self._directions = dict(constants), dict[float, Array]()
         self._nodes = ReferenceEvaluator(proto, new_ops=[*OPERATORS]).rt_nodes_
-        for node in self._nodes if moves.constants else ():
-            for attribute in node.onnx_node.attribute:
-                if attribute.type == onnx.AttributeProto.FLOAT:
-                    setattr(node, attribute.name, float(self._near_float32(np.float32(attribute.f))))
+        self._stored = {*self._constants, *(o for n in self._nodes if n.op_type == "Constant" for o in n.output)}
+        self._restore_constants()
         self._last_use = {name: number for number, node in enumerate(self._nodes) for name in node.input}
         self._outputs = [value.name for value in proto.graph.output]
+
+    @classmethod
+    def read(cls, path: Path) -> Float64Graph:
+        """A graph from disk; its weights lie where it says."""
+        tensors = {name: value.const_value for name, value in read_graph(path).graph.initializers.items()}
+        constants = {name: tensor.numpy() for name, tensor in tensors.items() if tensor is not None}
+        if sum(constant.nbytes for constant in constants.values()) <= KEPT_BYTES:
+            constants = {name: _in_float64(constant) for name, constant in constants.items()}
+        proto = onnx.load(path, load_external_data=False)
+        del proto.graph.initializer[:]
+        return cls(proto, constants)
+
+    def moved(self, moves: Moves) -> Float64Graph:
+        """The graph with numbers that are moved; it shares its constants with this one, but for those that are."""
+        return Float64Graph(self._proto, self._constants, moves)
+
+    def _restore_constants(self) -> None:
+        """Compute with what constants were before they were rounded to float32, or with what they may have been."""
+        for name, constant in self._constants.items():
+            if _is_float(constant) and (constant.size == 1 or self._moves.tables):
+                self._constants[name] = self._before_float32(constant)
+        for node in self._nodes:
+            for attribute in node.onnx_node.attribute:
+                if attribute.type == onnx.AttributeProto.FLOAT:
+                    setattr(node, attribute.name, float(self._before_float32(np.asarray(attribute.f))))
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """What the graph gives.
@@ -131,22 +145,21 @@ class Float64Graph:
             context = {"context": {**self._constants, **values}} if node.need_context() else {}
             return tuple(node.run(*arrays, **context))
 
-        if node.op_type == "Constant" and self._moves.constants:
-            return tuple(self._near_float32(x) if _is_float(x) and x.size == 1 else x for x in run())
+        if node.op_type == "Constant":
+            return tuple(self._before_float32(x) if _is_float(x) and x.size == 1 else x for x in run())
         if not self._moves.results or node.op_type in EXACT or node.need_context():
             return run(*inputs)
-        found, sizes = self._rounded(node.op_type, run, inputs)
+        found, sizes = self._rounded(node, run, inputs)
         return tuple(
-            x + self._moves.results * np.where(np.isfinite(size), size, 0) * self._random.uniform(-1, 1, x.shape)
-            if _is_float(x)
-            else x
+            x + self._moves.results * np.where(np.isfinite(size), size, 0) * self._signs(x.shape) if _is_float(x) else x
             for x, size in zip(found, sizes, strict=True)
         )
 
     def _rounded(
-        self, operator: str, run: Callable[..., tuple[Any, ...]], inputs: list[Any]
+        self, node: Any, run: Callable[..., tuple[Any, ...]], inputs: list[Any]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """What an operator gives for inputs that are moved as it rounds them, and what its own rounding grows with."""
+        operator = node.op_type
         if operator in SUMS:
             return run(*inputs), run(*(np.abs(x) if _is_float(x) else x for x in inputs))
         if operator == "Attention":
@@ -156,7 +169,8 @@ class Float64Graph:
             wide = math.sqrt(query.shape[-1])
             found = run(self._near(query, wide), self._near(key, wide), value, *rest)
             return found, run(query, key, np.abs(value), *rest)
-        found = run(*map(self._near, inputs))
+        # What is computed may be off; what the graph stores is what it is: an exponent of 2 is no other number.
+        found = run(*(x if name in self._stored else self._near(x) for name, x in zip(node.input, inputs, strict=True)))
         if operator != "LayerNormalization":
             return found, found
         # The variance may be computed as the difference of two larger numbers.
@@ -168,30 +182,61 @@ class Float64Graph:
         """An array whose floats are moved in proportion to their own size."""
         if not _is_float(array):
             return array
-        moved = array * (1 + times * self._moves.results * self._random.uniform(-1, 1, array.shape))
+        moved = array * (1 + times * self._moves.results * self._signs(array.shape))
         return np.where(np.isfinite(array), moved, array)
 
-    def _near_float32(self, constant: Array | np.float32) -> Array:
-        """What was rounded to float32, as far off as it may have been; a number of few digits was not rounded."""
-        moved = constant * (1 + self._moves.constants * self._random.choice((-1.0, 1.0), constant.shape))
-        fraction, _ = np.frexp(np.float64(constant))
-        return np.where(np.ldexp(fraction, FEW_BITS) % 1 == 0, constant, moved)
+    def _signs(self, shape: tuple[int, ...]) -> Array:
+        """Up or down, by chance: moves are as large as they may be."""
+        return np.where(self._random.random(shape, dtype=np.float32) < 0.5, -1.0, 1.0)
+
+    def _before_float32(self, constant: Array) -> Array:
+        """What was rounded to float32; where that is not known, moved as far as rounding may have moved it.
+
+        A scalar that comes several times, as an epsilon does, was rounded the same way each time.
+        """
+        if constant.size > 1:
+            return constant * (1 + self._moves.constants * self._signs(constant.shape))
+        value = float(constant.item())
+        meant = meant_by(value)
+        if meant is None or self._moves.tables:
+            meant = value * float(1 + self._moves.constants * self._directions.setdefault(value, self._signs(())))
+        return np.full(constant.shape, meant)
+
+
+def meant_by(rounded: float) -> float | None:
+    """The number that somebody wrote who got this one by rounding to float32; None if that cannot be told."""
+    fraction, _ = math.frexp(rounded)
+    if not math.isfinite(rounded) or math.ldexp(fraction, FEW_BITS) % 1 == 0:
+        return rounded
+    candidates = [float(f"{rounded:.{FEW_DIGITS}g}")]
+    for whole in (round(rounded**2), round(1 / rounded**2)):
+        if 0 < whole <= LARGEST_ROOTED:
+            root = math.copysign(math.sqrt(whole), rounded)
+            candidates += [root, 1 / root]
+    return next((number for number in candidates if np.float32(number) == np.float32(rounded)), None)
 
 
 class Float64Model:
     """A bundle's encoder and decoder step in float64.
 
     Args:
-        folder: where the graphs of a variant in float32 are.
+        encoder: encoder.onnx of a variant in float32.
+        decoder_step: its decoder_step.onnx.
         dimensions: the model's.
-        limits: the longest sequences.
-        moves: how far numbers are moved; by default not at all.
     """
 
-    def __init__(self, folder: Path, dimensions: graph.Dimensions, limits: Limits, moves: Moves = STILL) -> None:
-        self.dimensions, self.limits = dimensions, limits
-        self._encoder = Float64Graph(folder / graph.ENCODER, moves)
-        self._decoder_step = Float64Graph(folder / graph.DECODER_STEP, moves)
+    def __init__(self, encoder: Float64Graph, decoder_step: Float64Graph, dimensions: graph.Dimensions) -> None:
+        self._encoder, self._decoder_step, self.dimensions = encoder, decoder_step, dimensions
+
+    @classmethod
+    def read(cls, folder: Path, dimensions: graph.Dimensions) -> Float64Model:
+        """The graphs of a folder."""
+        encoder, decoder_step = (Float64Graph.read(folder / name) for name in (graph.ENCODER, graph.DECODER_STEP))
+        return cls(encoder, decoder_step, dimensions)
+
+    def moved(self, moves: Moves) -> Float64Model:
+        """The model with numbers that are moved."""
+        return Float64Model(self._encoder.moved(moves), self._decoder_step.moved(moves), self.dimensions)
 
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> Float64Sentences:
         """Run the encoder on a padded batch [B, S], and begin with empty caches of `capacity` slots."""
@@ -251,7 +296,7 @@ FLOATS = frozenset(
 )
 
 
-# ONNX's reference computes these in float32, or loses digits.
+# ONNX's reference computes these in float32, loses digits, or fails at sizes that it was not tested at.
 
 
 class Erf(OpRun):
@@ -259,6 +304,13 @@ class Erf(OpRun):
 
     def _run(self, x: Array) -> tuple[Array]:
         return (_erf(x),)
+
+
+class GatherElements(OpRun):
+    """Elements along an axis."""
+
+    def _run(self, x: Array, indices: Array, axis: int | None = None) -> tuple[Array]:
+        return (np.take_along_axis(x, indices, axis or 0),)
 
 
 class Gelu(OpRun):
@@ -333,4 +385,4 @@ class Attention(ReferenceAttention):
         return (np.concatenate(found, axis=2),)
 
 
-OPERATORS = (Attention, Erf, Gelu, LayerNormalization, LogSoftmax, RMSNormalization)
+OPERATORS = (Attention, Erf, GatherElements, Gelu, LayerNormalization, LogSoftmax, RMSNormalization)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,10 @@ from tfm_export.bundle import GOLDEN, Bundle
 from tfm_export.decoding import DecodeOptions, Hypothesis, generate
 from tfm_export.graph import DECODER_STEP, GENERATE, generate_inputs, generate_outputs
 from tfm_export.precision import PRECISIONS
-from tfm_export.runtime.onnx_runtime import OnnxModel, load_session, run_feeds
+from tfm_export.progress import Progress
+from tfm_export.runtime.cpu.onnx_runtime import OnnxModel, load_session
+from tfm_export.runtime.cpu.saturation import one_session_has_both
+from tfm_export.runtime.onnx_sessions import run_feeds
 from tfm_export.runtime.threads import threads_to_use
 from tfm_export.verify.golden import Golden, compare_search, read_golden
 from tfm_export.verify.report import GenerationComparison
@@ -30,6 +33,7 @@ class GenerateModel:
     Args:
         path: the graph.
         bundle: what it belongs to.
+        variant: of its numbers.
         threads: threads an operator may use; None for the CPUs this process may use.
 
     Raises:
@@ -37,8 +41,11 @@ class GenerateModel:
         RequestError: threads is less than 1 or more than can be started.
     """
 
-    def __init__(self, path: Path, bundle: Bundle, *, threads: int | None = None) -> None:
-        self._session = load_session(path, generate_inputs(), generate_outputs(), threads_to_use(threads))
+    def __init__(self, path: Path, bundle: Bundle, variant: str, *, threads: int | None = None) -> None:
+        wide_sums = False if one_session_has_both(bundle, variant) else None
+        self._session = load_session(
+            path, generate_inputs(), generate_outputs(), threads_to_use(threads), wide_sums=wide_sums
+        )
         self._limits, self._special = bundle.manifest.limits, bundle.manifest.special_ids
 
     def decode(
@@ -86,7 +93,7 @@ def compare_generate_graph(
     *,
     path: Path | None = None,
     threads: int | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> list[GenerationComparison]:
     """Decode the golden inputs with generate.onnx one by one, in batches and in padded batches.
 
@@ -105,7 +112,7 @@ def compare_generate_graph(
         RequestError: threads is less than 1 or more than can be started.
     """
     facts, precision, name = bundle.manifest.golden, PRECISIONS[variant], GENERATE
-    model = GenerateModel(path or bundle.variant_path(variant) / GENERATE, bundle, threads=threads)
+    model = GenerateModel(path or bundle.variant_path(variant) / GENERATE, bundle, variant, threads=threads)
     golden = read_golden(bundle, GOLDEN)
     if precision.agreement < 1:
         progress(f"decoding golden inputs with {DECODER_STEP}")

@@ -16,7 +16,8 @@ from tfm_export.bundle import Bundle, SpecialIds
 from tfm_export.decoding import DecodeOptions, Hypothesis, generate
 from tfm_export.errors import BundleError
 from tfm_export.precision import Precision
-from tfm_export.runtime.step_model import Ids, Mask, Sentences, StepModel
+from tfm_export.progress import Progress
+from tfm_export.runtime.step_model import Ids, Mask, Sentences, StepModel, WrappedModel
 from tfm_export.verify.report import Divergence, GenerationComparison
 
 BATCH = 32
@@ -89,7 +90,7 @@ def golden_text(golden: Iterable[Golden]) -> str:
     return "".join(json.dumps(asdict(g), ensure_ascii=False) + "\n" for g in golden)
 
 
-class PaddedModel:
+class PaddedModel(WrappedModel):
     """A model whose sources all get some more padding: results must not change.
 
     Args:
@@ -98,15 +99,14 @@ class PaddedModel:
     """
 
     def __init__(self, model: StepModel, columns: int = PADDING) -> None:
-        self._model, self._columns = model, columns
-        self.dimensions, self.limits, self.gives_attention = model.dimensions, model.limits, model.gives_attention
-        self.refill_at = model.refill_at
+        super().__init__(model)
+        self._columns = columns
 
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> Sentences:
         """Pad, then encode."""
         columns = min(self._columns, self.limits.max_source_length - source_ids.shape[1])
         padding = ((0, 0), (0, columns))
-        return self._model.encode(np.pad(source_ids, padding), np.pad(source_mask, padding), capacity=capacity)
+        return super().encode(np.pad(source_ids, padding), np.pad(source_mask, padding), capacity=capacity)
 
     def close(self) -> None:
         """The model is its owner's to close."""
@@ -118,7 +118,7 @@ def compare_generations(
     special: SpecialIds,
     facts: dict[str, Any],
     precision: Precision,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> list[GenerationComparison]:
     """Decode golden inputs one by one, in batches and in padded batches, and hold every token to PyTorch's.
 
@@ -179,18 +179,18 @@ def compare_search(
     decode: Decode,
     facts: dict[str, Any],
     precision: Precision,
-    progress: Callable[[str], None],
+    progress: Progress,
     difference: Difference = _greedy_difference,
 ) -> list[GenerationComparison]:
-    """The same for one way of decoding.
+    """Hold one way of decoding to what PyTorch gave.
 
     Args:
         search: its name.
         golden: the inputs.
         decode: decodes them.
-        facts: see `compare_generations`.
-        precision: likewise.
-        progress: likewise.
+        facts: how they were decoded, as the manifest tells it.
+        precision: how much must agree.
+        progress: told what begins.
         difference: finds what is different about a hypothesis.
     """
     margin = tie_margin(facts)

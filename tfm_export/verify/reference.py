@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference_model import Transformer
 from tfm_export.checkpoints.adapter import Adapter
+from tfm_export.graph import DECODER_STEP, ENCODER
+from tfm_export.graph_files import read_graph
+from tfm_export.precision import FLOAT32_EPSILON, TIMES_ROUNDING
 from tfm_export.verify.steps import TeacherForcing, Trace, TracedReference
 
 Reference = Transformer | Adapter
+POSITIONS = "embedding.positions"  # the table in both graphs
 
 
 @dataclass(frozen=True)
@@ -137,12 +142,15 @@ def _keep(kept: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any, Tenso
     return hook
 
 
-def float64_reference(model: Reference) -> TracedReference:
+def float64_reference(model: Reference, folder: Path | None = None) -> TracedReference:
     """PyTorch in float64, for `steps.compare_steps`.
 
     Args:
         model: in float32.
+        folder: with its graphs, if they may have been exported on another machine.
     """
+    if folder is not None and not isinstance(model, Adapter):
+        model = _with_stored_positions(model, folder)
     exact, watch = in_precision(model, torch.float64), _Float32Watch()  # type: ignore[no-untyped-call]
 
     def trace(case: TeacherForcing) -> Trace:
@@ -156,6 +164,25 @@ def float64_reference(model: Reference) -> TracedReference:
 
     adapter = isinstance(model, Adapter)
     return TracedReference(trace=trace, tables=adapter, float32_inside=lambda: adapter and watch.found)
+
+
+def _with_stored_positions(model: Transformer, folder: Path) -> Transformer:
+    """The model with the position tables that its graphs hold, where they are its own but for rounding.
+
+    A table of sinusoids is computed anew in float32 wherever a checkpoint is read, and its last digits are the
+    processor's: those of the angle, position times frequency, are as large as the position.
+    """
+    copied = copy.deepcopy(model, {id(weight): weight for weight in (*model.parameters(), *model.buffers())})
+    for positions, name in ((copied.source_positions, ENCODER), (copied.target_positions, DECODER_STEP)):
+        stored = read_graph(folder / name).graph.initializers.get(POSITIONS)
+        table = positions.table
+        if table is None or stored is None or stored.const_value is None:
+            continue
+        kept = torch.from_numpy(stored.const_value.numpy().copy())
+        rounding = TIMES_ROUNDING * FLOAT32_EPSILON * (1 + torch.arange(len(kept)))[:, None]
+        if kept.shape == table.shape and bool(((kept - table).abs() <= rounding).all()):
+            positions.table = nn.Parameter(kept, requires_grad=False) if isinstance(table, nn.Parameter) else kept
+    return copied
 
 
 class _Float32Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -27,13 +27,15 @@ class TensorComparison:
 
     @property
     def passed(self) -> bool:
-        """Within the limit; an error that is not a number is not."""
-        return self.error <= self.limit
+        """Within a limit that is a number; an error that is none is not."""
+        return self.error <= self.limit < math.inf
 
     @property
     def share(self) -> float:
         """The part of the limit that the error takes; above 1 it is beyond."""
-        return self.error / self.limit if self.limit else math.inf if self.error else 0.0
+        if not 0 < self.limit < math.inf:
+            return 0.0 if self.passed else math.inf
+        return self.error / self.limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +130,15 @@ class ParityReport:
             for entry, part in zip(state[name], getattr(self, name), strict=True):
                 entry["passed"] = part.passed
         return state
+
+    @property
+    def hint(self) -> str:
+        """What to try where something failed."""
+        if not all(c.passed for c in self.graph):
+            return "report this with the checkpoint's configuration: tfm-export does not compute what the model does"
+        if not all(c.passed for c in self.kernels):
+            return "another release of what computes it (pip install --upgrade onnxruntime); what it computes is right"
+        return "tfm-export verify --checkpoint, which tells whether the graphs or what runs them is wrong"
 
     def problems(self) -> list[str]:
         """Every failure in a sentence."""

@@ -8,7 +8,7 @@ float32's rounding explains. Neither hangs on how well a library happened to sum
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from tfm_export import graph
 from tfm_export.bundle import Limits
-from tfm_export.precision import FLOAT32_EPSILON, FLOAT64_EPSILON, TIMES_ROUNDING
+from tfm_export.precision import FLOAT32_EPSILON, FLOAT64_EPSILON, TIMES_ROUNDING, TRIALS
+from tfm_export.progress import Progress
 from tfm_export.runtime.step_model import LARGEST_STEP, Floats, Ids, Mask, StepOutput
 from tfm_export.verify.float64 import Float64Model, Moves
 from tfm_export.verify.golden import Golden
@@ -34,6 +35,9 @@ RANDOM_CASES = (
     {"batch": 2, "source": 1, "target": 1, "prefix": 1, "seed": 4},
 )
 GOLDEN_COUNT = 8
+# What float64's rounding does is measured by moves that are larger, so that they stand out from it, and still so small
+# that what they do grows with them: float32's moves may turn an attention from one key to another, and no farther.
+FINE_EPSILON = 2.0**-44
 # At the promised limits the last places, and some before them, are compared; a vocabulary at every place is too much.
 PLACES_AT_LIMITS = 8
 # The attention of the longest sequences, [B, H, S, S] in float64, may take so much memory in PyTorch.
@@ -77,6 +81,7 @@ class TeacherForcing:
         target_ids: [B, T] int64, from the start token on.
         prefix: how many target tokens are taken in first, as many at once as a step may take; the rest one by one.
         places: of the target, in order.
+        trials: of rounding: the more numbers are compared, the fewer it takes to meet those that rounding moves most.
     """
 
     source_ids: Ids
@@ -84,6 +89,7 @@ class TeacherForcing:
     target_ids: Ids
     prefix: int
     places: Ids
+    trials: int = TRIALS
 
     @classmethod
     def random(
@@ -171,7 +177,7 @@ def teacher_forcing(
     sizes = {"source": source, "target": target, "prefix": target - 2, "most_places": PLACES_AT_LIMITS}
     batch = 2 if max(source, target) ** 2 * 2 <= longest**2 else 1
     name = f"sources of {source:,} and targets of {target:,} tokens"
-    yield name, TeacherForcing.random(dimensions, batch=batch, seed=5, **sizes)
+    yield name, replace(TeacherForcing.random(dimensions, batch=batch, seed=5, **sizes), trials=1)
 
 
 def longest_compared(heads: int) -> int:
@@ -194,7 +200,7 @@ def _usual_cases(
             source_ids=source_ids,
             source_mask=source_mask,
             target_ids=target_ids,
-            prefix=1 + len(places) // 2,
+            prefix=max(1, len(places) - 4),
             places=places,
         )
         yield "golden inputs", real
@@ -237,10 +243,9 @@ def compare_steps(
     dimensions: graph.Dimensions,
     cases: Iterator[tuple[str, TeacherForcing]],
     *,
-    limits: Limits,
     model: SteppedModel | None = None,
     reference: TracedReference | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> StepsComparison:
     """Run every case step by step.
 
@@ -248,34 +253,40 @@ def compare_steps(
         folder: with the graphs of the variant in float32.
         dimensions: the model's.
         cases: see `teacher_forcing`.
-        limits: the longest sequences.
         model: the runtime to judge; None to judge the graphs alone.
         reference: the same weights in PyTorch; None to judge the runtime alone.
         progress: told what begins.
     """
-    exact = Float64Model(folder, dimensions, limits)
-    rounded = Float64Model(folder, dimensions, limits, Moves(results=FLOAT32_EPSILON))
-    constants = None
+    exact = Float64Model.read(folder, dimensions)
+    trials = [exact.moved(Moves(results=FLOAT32_EPSILON, seed=seed)) for seed in range(TRIALS)]
+    fine_trials, constants = [], []
     if reference is not None:
-        moves = Moves(constants=FLOAT32_EPSILON / 2, tables=reference.tables)
-        constants = Float64Model(folder, dimensions, limits, moves)
-    graph_errors, kernel_errors, rounding, stored = (_Largest() for _ in range(4))
+        seeds = range(TRIALS // 2)
+        fine_trials = [exact.moved(Moves(results=FINE_EPSILON, seed=seed)) for seed in seeds]
+        in_constants = Moves(constants=FLOAT32_EPSILON / 2, tables=reference.tables)
+        constants = [exact.moved(replace(in_constants, seed=seed)) for seed in seeds]
+    graph_errors, kernel_errors, rounding, fine_rounding, stored = (_Largest() for _ in range(5))
     agreed: list[NDArray[np.bool_]] = []
     for name, case in cases:
         progress(f"comparing every tensor step by step, {name}")
         truth = case.trace(exact, dimensions)
-        rounding.add(distances(case.trace(rounded, dimensions), truth))
-        if reference is not None and constants is not None:
-            stored.add(distances(case.trace(constants, dimensions), truth))
+        at_once = replace(case, prefix=case.target_ids.shape[1])  # rounds as much, and reads the weights once
+        for trial in trials[: case.trials]:
+            rounding.add(distances(at_once.trace(trial, dimensions), truth))
+        for trial in fine_trials[: case.trials]:
+            fine_rounding.add(distances(at_once.trace(trial, dimensions), truth))
+        for trial in constants[: case.trials]:
+            stored.add(distances(at_once.trace(trial, dimensions), truth))
+        if reference is not None:
             graph_errors.add(distances(truth, reference.trace(case)))
         if model is not None:
             found = case.trace(model, dimensions)
             kernel_errors.add(distances(found, truth))
             agreed.append(found["log_probs"].argmax(-1) == truth["log_probs"].argmax(-1))
-    share = FLOAT64_EPSILON / FLOAT32_EPSILON
+    share = FLOAT64_EPSILON / FINE_EPSILON
+    explained = {name: moved * share + stored[name] for name, moved in fine_rounding.items()}
     if reference is not None and reference.float32_inside():
-        share = 1.0
-    explained = {name: rounding[name] * share + stored.get(name, 0.0) for name in rounding}
+        explained = rounding
     return StepsComparison(
         graph=_comparisons(graph_errors, explained),
         kernels=_comparisons(kernel_errors, rounding),
@@ -299,7 +310,7 @@ def measure_tie_margin(
         start_token: begins each target.
     """
     cases = _usual_cases(dimensions, limits, golden, start_token)
-    found = compare_steps(folder, dimensions, cases, limits=limits)
+    found = compare_steps(folder, dimensions, cases)
     return 2 * TIMES_ROUNDING * found.rounding["log_probs"]
 
 

@@ -1,0 +1,1 @@
+"""Older processors than this machine's, as ONNX Runtime finds them."""

@@ -1,0 +1,227 @@
+"""What is known of a model while it is being read: every fact with where it comes from, and what is still missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from reference_model import TransformerConfig
+from tfm_export.bundle import GenerationDefaults, SpecialIds
+from tfm_export.checkpoints.adapter import AdapterConfig
+from tfm_export.checkpoints.key_map import KeyMap, refuse
+from tfm_export.checkpoints.settings import SETTINGS, how_to_say
+from tfm_export.checkpoints.source_model import SourceModel
+from tfm_export.checkpoints.vocabularies import folder_tokenizer, given_vocabulary
+from tfm_export.decoding import DecodeOptions
+from tfm_export.errors import RequestError
+
+CONFIG_FIELDS = tuple(f.name for f in fields(TransformerConfig))
+GIVEN = "as given"
+SPECIAL_IDS = ("pad", "bos", "eos", "unk", "source_starts_with_bos", "source_ends_with_eos")
+DECODING = ("beam_size", "length_penalty")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A value and where it comes from."""
+
+    value: Any
+    origin: str
+
+
+@dataclass
+class PartialCheckpoint:
+    """A model on its way from a file to a `SourceModel`.
+
+    Attributes:
+        path: of the checkpoint.
+        format: whose checkpoint it is, for people.
+        keys: where each weight goes.
+        settings: what the user said.
+        facts: what is known, by the name of the setting or the field of `TransformerConfig`.
+        missing: what only the user can say, each with what is known of it.
+        problems: what does not fit.
+        notes: what was stripped, cast, ignored or assumed.
+        options: decoding options that the model is meant to be used with, fields of `DecodeOptions`.
+        tokenizer: the files of the bundle's tokenizer folder.
+        dictionary: the form of the format's dictionaries: "fairseq", "marian" or "lines".
+        files: those of a folder, by name.
+        hint: what to try where something does not fit.
+        training: what the checkpoint says about its making.
+    """
+
+    path: Path
+    format: str
+    keys: KeyMap
+    settings: Mapping[str, Any]
+    facts: dict[str, Fact] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+    tokenizer: dict[str, bytes] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    dictionary: str = "lines"
+    files: Mapping[str, Path] = field(default_factory=dict)
+    hint: str = "docs/checkpoints.md tells what is supported, and how to say more"
+
+    def infer(self, name: str, value: Any, origin: str) -> Any:
+        """A fact that the weights themselves tell: a setting that says otherwise is a problem."""
+        if name in self.settings and self.settings[name] != value:
+            self.problems.append(f"{name} is {value!r} by {origin}, and {self.settings[name]!r} in the settings")
+        self.facts[name] = Fact(value, origin)
+        return value
+
+    def know(self, name: str, value: Any, origin: str) -> Any:
+        """A fact that the file's configuration or its layout tells: a setting takes its place."""
+        if name in self.settings:
+            if self.settings[name] != value:
+                self.notes.append(f"{name} is {self.settings[name]!r} as given; {origin} says {value!r}")
+            return self._given(name)
+        self.facts[name] = Fact(value, origin)
+        return value
+
+    def ask(self, name: str, known: str = "") -> Any:
+        """A fact that only the user can tell; None, and counted as missing, where they have not."""
+        if name in self.settings:
+            return self._given(name)
+        self.missing[name] = known
+        return None
+
+    def _given(self, name: str) -> Any:
+        self.facts[name] = Fact(self.settings[name], GIVEN)
+        return self.settings[name]
+
+    def value(self, name: str, otherwise: Any = None) -> Any:
+        """A fact's value."""
+        return self.facts[name].value if name in self.facts else otherwise
+
+    def count_layers(self, pattern: str) -> int:
+        """How many layers the file has, by a name such as "encoder.layers.{}.norm1.weight"; at least 1.
+
+        A gap in their numbers is bridged: what is missing between two layers is told as missing.
+        """
+        form = re.compile(re.escape(pattern).replace(r"\{\}", r"(\d{1,6})"))
+        numbers = [int(match[1]) for name in self.keys.tensors if (match := form.fullmatch(name))]
+        return min(max(numbers, default=0) + 1, len(self.keys.tensors))
+
+    def config(self) -> TransformerConfig | None:
+        """The configuration, if what is known makes one; what does not fit is noted as a problem."""
+        values = {name: fact.value for name, fact in self.facts.items() if name in CONFIG_FIELDS}
+        given = {name: value for name, value in self.settings.items() if name in CONFIG_FIELDS}
+        for name in given.keys() - values.keys() - self.missing.keys():
+            values[name] = self._given(name)
+        try:
+            return TransformerConfig(**values)
+        except (TypeError, ValueError) as problem:
+            self.problems += str(problem).split("; ")
+            return None
+
+    def all_problems(self) -> list[str]:
+        """Everything that does not fit, weights included, as far as can be told while something is missing."""
+        self.keys.ignore_matching(self.settings.get("ignore", ()), "as the settings say")
+        for name in (*SPECIAL_IDS, *DECODING):
+            if name in self.settings and name not in self.facts:
+                self._given(name)
+        if self.keys.malformed:  # other shapes cannot be judged
+            return [*self.problems, *self.keys.problems, *self.keys.malformed.values()]
+        config = None if self.missing else self.config()
+        if config is None:
+            return [*self.problems, *self.keys.problems]
+        values = {**self._known(*SPECIAL_IDS, *DECODING), **self.options}
+        return [*self.problems, *self.keys.fitting_problems(config), *value_problems(config, values)]
+
+    def _known(self, *names: str) -> dict[str, Any]:
+        return {name: self.facts[name].value for name in names if name in self.facts}
+
+    def finish(self) -> SourceModel:
+        """The model.
+
+        Raises:
+            CheckpointError: naming all that is missing and all that does not fit.
+        """
+        problems = self.all_problems()
+        if self.missing:
+            told = [f"it is {self.format}, and its file does not say:", *map(self.question, self.missing), *problems]
+            options = " ".join(how_to_say(name).split("/")[0] for name in self.missing)
+            raise refuse(
+                self.path,
+                told,
+                f"{options} (or --config FILE with all of it); tfm-export inspect {self.path} shows what is known",
+            )
+        config = self.config()
+        if problems or config is None:
+            raise refuse(self.path, problems, self.hint)
+        tokenizer = given_vocabulary(self.path, self.settings, config, self.dictionary) or self.tokenizer
+        if self.files and not tokenizer:
+            tokenizer, said = folder_tokenizer(self.files, config)
+            self.notes += said
+        return SourceModel(
+            path=self.path,
+            model=self.keys.build(config),
+            special_ids=SpecialIds(**{"source_ends_with_eos": False, **self._known(*SPECIAL_IDS)}),
+            generation=GenerationDefaults(
+                max_length=min(config.max_target_length, self.value("generation_length", config.max_target_length)),
+                options=self.options,
+                **self._known(*DECODING),
+            ),
+            tokenizer=tokenizer,
+            settings=dict(self.settings),
+            training=self.training,
+            notes=[*self.notes, *self.keys.notes()],
+        )
+
+    def question(self, name: str) -> str:
+        """What is asked for, with what is known of it."""
+        known = self.missing[name]
+        return f"{name}: {SETTINGS[name].question}" + (f" ({known})" if known else "")
+
+
+def value_problems(config: TransformerConfig | AdapterConfig, known: Mapping[str, Any]) -> list[str]:
+    """What keeps special ids and decoding options from being those of a model; both may lack what is not known."""
+    sizes = {"source": config.source_vocabulary_size, "target": config.target_vocabulary_size}
+    places = {"pad": ("source",), "bos": ("target",), "eos": ("target",), "unk": ("source", "target")}
+    for name, setting in {"bos": "source_starts_with_bos", "eos": "source_ends_with_eos"}.items():
+        if known.get(setting):
+            places[name] = ("source", "target")
+    problems = [
+        f"{name} id {known[name]} is outside the {side} vocabulary of {sizes[side]}"
+        for name, sides in places.items()
+        for side in sides
+        if known.get(name) is not None and not 0 <= known[name] < sizes[side]
+    ]
+    try:
+        DecodeOptions(**{name: value for name, value in known.items() if name not in SPECIAL_IDS})
+    except RequestError as error:
+        problems += error.problems
+    return problems
+
+
+def find_prefix(names: Iterable[str], signature: str) -> str | None:
+    """What stands before a name that tells a layout, such as "model." before "encoder.layers.0.fc1.weight"."""
+    ends = [name.removesuffix(signature) for name in names if name == signature or name.endswith(f".{signature}")]
+    return min(ends, key=len) if ends else None
+
+
+def without_prefix(tensors: dict[str, Tensor], prefix: str) -> tuple[dict[str, Tensor], list[str]]:
+    """Names without a prefix that some have, and a note of it; a name that would clash keeps its own."""
+    if not prefix:
+        return tensors, []
+    short = {
+        name.removeprefix(prefix) if name.removeprefix(prefix) not in tensors else name: tensor
+        for name, tensor in tensors.items()
+    }
+    return short, [f"stripped from names: {prefix!r}"]
+
+
+def same(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether tensors that are there are all equal, and there are at least two."""
+    found = [tensor for tensor in tensors if tensor is not None]
+    return len(found) > 1 and all(
+        found[0].shape == other.shape and bool((found[0] == other).all()) for other in found[1:]
+    )

@@ -1,0 +1,69 @@
+"""From a bundle's folder to a model in service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tfm_export.bundle import DEFAULT_PATH, TOKENIZER, Bundle
+from tfm_export.graph import GENERATE
+from tfm_export.model.model import Model
+from tfm_export.runtime.backends import Backend, BackendChoice, DeviceName, backend_choices, open_backend
+from tfm_export.tokenizer import load_tokenizer
+
+
+def load(
+    path: str | Path = DEFAULT_PATH,
+    *,
+    backend: Backend = "auto",
+    device: DeviceName = None,
+    variant: str | None = None,
+    draft: str | None = None,
+    threads: int | None = None,
+    check_hashes: bool = True,
+) -> Model:
+    """Load a bundle on the first backend that runs here; `tfm_export.runtime.backends` has the order.
+
+    >>> import tfm_export
+    >>> with tfm_export.load("tfm_bundle") as model:
+    ...     print(model.generate("hello").text)
+    HH EH L OW
+
+    Args:
+        path: the bundle's folder.
+        backend: "onnxruntime" or "tensorrt" for no other; "auto" for any.
+        device: the number of a GPU, or "cuda:0", or "cpu", for no other; None for any.
+        variant: the precision. None is fp32 with ONNX Runtime, and an engine of any precision. "auto" is the fastest
+            that was made for a CPU, by the speeds that the bundle records (`Bundle.fastest_variant`), or an engine.
+        draft: another precision that guesses the next tokens of greedy search and sampling: the same tokens sooner,
+            where a step of up to 4 sentences costs what reading the weights costs. Only the CPU is left then. See
+            docs/decoding.md.
+        threads: threads to compute with on a CPU; None for the CPUs this process may use.
+        check_hashes: read every file that may be used and compare its hash with the manifest's; of all others, and
+            otherwise, only sizes are compared.
+
+    Raises:
+        BackendUnavailable: a library, a driver or a GPU is missing; it says which, and what to do.
+        BundleError: it is not a bundle, is damaged or of a newer format, or has no such variant.
+        RequestError: an argument means nothing, or threads is less than 1.
+    """
+    bundle = Bundle.open(path, check_hashes=False)
+    if check_hashes:
+        ways = backend_choices(bundle, backend=backend, device=device, variant=variant, draft=draft)
+        bundle.check(_files_used(bundle, ways))
+    tokenizer = load_tokenizer(bundle)
+    chosen, step_model = open_backend(
+        bundle, backend=backend, device=device, variant=variant, draft=draft, threads=threads
+    )
+    return Model(bundle, step_model, tokenizer, backend=str(chosen))
+
+
+def _files_used(bundle: Bundle, ways: Iterable[BackendChoice]) -> list[str]:
+    """The files of a bundle that ways to run it read: a service waits until their hashes are known."""
+    folders = [
+        folder
+        for way in ways
+        for folder in ([f"onnx/{of}/" for of in way.variants] if way.engine is None else [f"engines/{way.engine}/"])
+    ]
+    used = (f"{TOKENIZER}/", *folders)
+    return [n for n in bundle.manifest.files if n.startswith(used) and not n.endswith(f"/{GENERATE}")]

@@ -1,0 +1,1 @@
+"""GPUs: CUDA, TensorRT, and ONNX Runtime's CUDA provider; knows nothing of the CPU's backend."""
