@@ -37,7 +37,7 @@ def check_promises(adapter: Adapter, limits: Limits) -> None:
         memory = adapter.encode(ids, mask)
         target_ids = torch.zeros(1, target, dtype=torch.long)
         adapter.decode_with_cache(target_ids, memory, mask)
-        if type(adapter).decode is not Adapter.decode:
+        if adapter.has_decode:
             adapter.decode(target_ids, memory, mask)
 
     _check("source", "max_length", source, lambda length: run(length, min(SHORT, target)))

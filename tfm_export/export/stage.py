@@ -21,7 +21,7 @@ from tfm_export.progress import Progress
 from tfm_export.staging import check_target, new_bundle
 from tfm_export.tokenizer import load_tokenizer
 from tfm_export.tokenizer.sources import encode_sources
-from tfm_export.verify import ParityReport, golden_text, verify_variant, write_reports
+from tfm_export.verify import ParityReport, adapter_hint, golden_text, verify_variant, write_reports
 from tfm_export.verify.steps import measure_tie_margin
 
 
@@ -95,7 +95,9 @@ def export_bundle(
             report = verify_variant(bundle, reference=source.model, progress=progress)
             write_reports(bundle, [report])
             if not report.passed:
-                raise ParityError(report.problems(), report.hint)
+                model = source.model
+                hint = adapter_hint(report, has_decode=model.has_decode) if isinstance(model, Adapter) else report.hint
+                raise ParityError(report.problems(), hint)
     return Bundle.open(path, check_hashes=False), report
 
 

@@ -191,4 +191,6 @@ def _name_axes(model: ir.Model, inputs: Sequence[TensorSpec], outputs: Sequence[
             problems.append(f"{spec.name}: expected {list(spec.axes)}, found {value.name} {list(found)} {fixed}")
         value.shape = ir.Shape(spec.axes)
     if problems:
-        raise ExportError(problems, "report this: the exporter specialised an axis that must stay dynamic")
+        raise ExportError(
+            problems, "sizes that come from the shapes of the inputs: an axis that must stay free became a number"
+        )

@@ -230,11 +230,13 @@ class TracedReference:
     Attributes:
         trace: what it computes for sources and targets.
         tables: the graph's larger constants may be numbers that PyTorch computes in float64.
+        exact: names of those that are not: the weights.
         float32_inside: it rounds to float32 in between, so that no graph can be closer to it than that.
     """
 
     trace: Callable[[TeacherForcing], Trace]
     tables: bool = False
+    exact: frozenset[str] = frozenset()
     float32_inside: Callable[[], bool] = lambda: False
 
 
@@ -263,7 +265,7 @@ def compare_steps(
     if reference is not None:
         seeds = range(TRIALS // 2)
         fine_trials = [exact.moved(Moves(results=FINE_EPSILON, seed=seed)) for seed in seeds]
-        in_constants = Moves(constants=FLOAT32_EPSILON / 2, tables=reference.tables)
+        in_constants = Moves(constants=FLOAT32_EPSILON / 2, tables=reference.tables, exact=reference.exact)
         constants = [exact.moved(replace(in_constants, seed=seed)) for seed in seeds]
     graph_errors, kernel_errors, rounding, fine_rounding, stored = (_Largest() for _ in range(5))
     agreed: list[NDArray[np.bool_]] = []
@@ -278,10 +280,10 @@ def compare_steps(
         for trial in constants[: case.trials]:
             stored.add(distances(at_once.trace(trial, dimensions), truth))
         if reference is not None:
-            graph_errors.add(distances(truth, reference.trace(case)))
+            graph_errors.add(distances(truth, reference.trace(case)), name)
         if model is not None:
             found = case.trace(model, dimensions)
-            kernel_errors.add(distances(found, truth))
+            kernel_errors.add(distances(found, truth), name)
             agreed.append(found["log_probs"].argmax(-1) == truth["log_probs"].argmax(-1))
     share = FLOAT64_EPSILON / FINE_EPSILON
     explained = {name: moved * share + stored[name] for name, moved in fine_rounding.items()}
@@ -333,16 +335,27 @@ def distances(found: Trace, expected: Trace) -> dict[str, float]:
 
 
 class _Largest(dict[str, float]):
-    """The largest number of each name."""
+    """The largest number of each name, and in which case it was."""
 
-    def add(self, numbers: Mapping[str, float]) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.cases: dict[str, str] = {}
+
+    def add(self, numbers: Mapping[str, float], case: str = "") -> None:
         for name, number in numbers.items():
-            self[name] = max(self.get(name, 0.0), number)
+            if name not in self or number > self[name]:
+                self[name], self.cases[name] = number, case
 
 
-def _comparisons(errors: Mapping[str, float], explained: Mapping[str, float]) -> list[TensorComparison]:
+def _comparisons(errors: _Largest, explained: Mapping[str, float]) -> list[TensorComparison]:
     return [
-        TensorComparison(name=name, error=error, rounding=explained[name], limit=TIMES_ROUNDING * explained[name])
+        TensorComparison(
+            name=name,
+            error=error,
+            rounding=explained[name],
+            limit=TIMES_ROUNDING * explained[name],
+            case=errors.cases[name],
+        )
         for name, error in errors.items()
     ]
 
