@@ -273,12 +273,11 @@ def compare_steps(
         progress(f"comparing every tensor step by step, {name}")
         truth = case.trace(exact, dimensions)
         at_once = replace(case, prefix=case.target_ids.shape[1])  # rounds as much, and reads the weights once
-        for trial in trials[: case.trials]:
-            rounding.add(distances(at_once.trace(trial, dimensions), truth))
-        for trial in fine_trials[: case.trials]:
-            fine_rounding.add(distances(at_once.trace(trial, dimensions), truth))
-        for trial in constants[: case.trials]:
-            stored.add(distances(at_once.trace(trial, dimensions), truth))
+        # Held to the same tokens at once: that a wrong step gives others one by one is no rounding.
+        unmoved = at_once.trace(exact, dimensions)
+        for moved, largest in ((trials, rounding), (fine_trials, fine_rounding), (constants, stored)):
+            for trial in moved[: case.trials]:
+                largest.add(distances(at_once.trace(trial, dimensions), unmoved))
         if reference is not None:
             graph_errors.add(distances(truth, reference.trace(case)), name)
         if model is not None:
