@@ -33,6 +33,9 @@ MOVES = frozenset({"Expand", "Gather", "Identity", "Reshape", "Slice", "Squeeze"
 # What is computed of positions, masks and sizes, up to where activations or weights come in.
 WHOLE_NUMBERS = "numbers of positions and masks"
 
+# What these give are numbers of weights and activations, although whole numbers may be all that they read besides.
+_OF_WEIGHTS = frozenset({"DequantizeLinear", "GatherElements", "GatherND", "Gemm"})
+
 _FLOAT = ir.DataType.FLOAT
 _KEPT_OPERATORS = {
     "LayerNormalization": "it adds up the squares of a whole row",
@@ -180,7 +183,7 @@ class _Plan:
         for node in self._computing:
             operands = [value for value in node.inputs if value is not None and not value.is_initializer()]
             of_floats = all(source(value).producer() in found for value in _floats(operands))
-            if operands and of_floats and node.op_type not in {"DequantizeLinear", "Gemm"}:
+            if operands and of_floats and node.op_type not in _OF_WEIGHTS:
                 found.add(node)
         if found:
             self.kept[WHOLE_NUMBERS] = f"{self.type.name.lower()} does not hold every whole number"

@@ -61,15 +61,13 @@ class Moves:
         results: of each operation, relative to the size of what it is made of.
         constants: scalars and attributes that the graph stores in float32, where PyTorch computes with what Python
             holds in float64, and which are no numbers that anybody would recognise; relative to their own size.
-        tables: whether all other constants are moved as well.
-        exact: but for these, which are what PyTorch computes with, such as weights.
+        tables: whether all other constants are moved as well, weights among them.
         seed: of the moves.
     """
 
     results: float = 0.0
     constants: float = 0.0
     tables: bool = False
-    exact: frozenset[str] = frozenset()
     seed: int = 0
 
 
@@ -112,7 +110,7 @@ class Float64Graph:
     def _restore_constants(self) -> None:
         """Compute with what constants were before they were rounded to float32, or with what they may have been."""
         for name, constant in self._constants.items():
-            if _is_float(constant) and (constant.size == 1 or (self._moves.tables and name not in self._moves.exact)):
+            if _is_float(constant) and (constant.size == 1 or self._moves.tables):
                 self._constants[name] = self._before_float32(constant)
         for node in self._nodes:
             for attribute in node.onnx_node.attribute:
@@ -194,14 +192,13 @@ class Float64Graph:
     def _before_float32(self, constant: Array) -> Array:
         """What was rounded to float32; where that is not known, moved as far as rounding may have moved it.
 
-        A scalar that comes several times, as an epsilon does, was rounded the same way each time. Where tables are
-        moved, scalars may be computed as well, and only those of a few digits are what they seem.
+        A scalar that comes several times, as an epsilon does, was rounded the same way each time.
         """
         if constant.size > 1:
             return constant * (1 + self._moves.constants * self._signs(constant.shape))
         value = float(constant.item())
         meant = meant_by(value)
-        if meant is None or (self._moves.tables and meant != value):
+        if meant is None or self._moves.tables:
             meant = value * float(1 + self._moves.constants * self._directions.setdefault(value, self._signs(())))
         return np.full(constant.shape, meant)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,30 +162,8 @@ def float64_reference(model: Reference, folder: Path | None = None) -> TracedRef
         tensors = {n: np.where(visible, x, 0) if n.startswith("cross") else x for n, x in run.keys_values.items()}
         return {"log_probs": run.log_probs, **tensors}
 
-    if not isinstance(model, Adapter):
-        return TracedReference(trace=trace)
-    exact_names = frozenset[str]() if folder is None else _weights_of(model, folder)
-    return TracedReference(trace=trace, tables=True, exact=exact_names, float32_inside=lambda: watch.found)
-
-
-def _weights_of(model: Adapter, folder: Path) -> frozenset[str]:
-    """The constants of a model's graphs that are its own parameters and buffers, as they lie or transposed."""
-
-    def digest(array: NDArray[Any]) -> bytes:
-        return hashlib.blake2b(np.ascontiguousarray(array).data).digest()
-
-    own = {
-        digest(array)
-        for tensor in (*model.parameters(), *model.buffers())
-        if tensor.dtype == torch.float32
-        for array in (tensor.detach().numpy(), tensor.detach().numpy().T)
-    }
-    weights, others = set[str](), set[str]()
-    for file in (ENCODER, DECODER_STEP):
-        for name, value in read_graph(folder / file).graph.initializers.items():
-            known = value.const_value is not None and digest(value.const_value.numpy()) in own
-            (weights if known else others).add(name)
-    return frozenset(weights - others)
+    adapter = isinstance(model, Adapter)
+    return TracedReference(trace=trace, tables=adapter, float32_inside=lambda: adapter and watch.found)
 
 
 def _with_stored_positions(model: Transformer, folder: Path) -> Transformer:

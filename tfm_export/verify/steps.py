@@ -230,13 +230,11 @@ class TracedReference:
     Attributes:
         trace: what it computes for sources and targets.
         tables: the graph's larger constants may be numbers that PyTorch computes in float64.
-        exact: names of those that are not: the weights.
         float32_inside: it rounds to float32 in between, so that no graph can be closer to it than that.
     """
 
     trace: Callable[[TeacherForcing], Trace]
     tables: bool = False
-    exact: frozenset[str] = frozenset()
     float32_inside: Callable[[], bool] = lambda: False
 
 
@@ -265,7 +263,7 @@ def compare_steps(
     if reference is not None:
         seeds = range(TRIALS // 2)
         fine_trials = [exact.moved(Moves(results=FINE_EPSILON, seed=seed)) for seed in seeds]
-        in_constants = Moves(constants=FLOAT32_EPSILON / 2, tables=reference.tables, exact=reference.exact)
+        in_constants = Moves(constants=FLOAT32_EPSILON / 2, tables=reference.tables)
         constants = [exact.moved(replace(in_constants, seed=seed)) for seed in seeds]
     graph_errors, kernel_errors, rounding, fine_rounding, stored = (_Largest() for _ in range(5))
     agreed: list[NDArray[np.bool_]] = []
