@@ -41,6 +41,7 @@ GPU = {"trt", "runtime.gpu"}
 LIBRARIES = {
     "torch": PYTORCH,
     "reference_model": PYTORCH,
+    "sympy": {"export"},
     "onnxscript": {"export"},
     "onnx_ir": {"export", "graph_files", "passes", "quantize", "trt"},
     "onnx": {"export", "graph_files", "passes", "quantize", "trt", "verify"},

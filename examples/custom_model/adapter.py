@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+from model import HEAD_SIZE, KEY_HEADS, LONGEST, Model  # the file beside this one
 from torch import Tensor
 
 from tfm_export.export import Adapter, AdapterConfig, Cache, read_weights
-
-sys.path.insert(0, str(Path(__file__).parent))
-from model import HEAD_SIZE, KEY_HEADS, LONGEST, Model
 
 
 class CustomAdapter(Adapter):

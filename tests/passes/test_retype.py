@@ -23,7 +23,7 @@ from tfm_export import graph
 from tfm_export.errors import ExportError
 from tfm_export.export.variant import dimensions_of
 from tfm_export.graph_files import read_graph
-from tfm_export.passes.retype import TYPES, retype, source
+from tfm_export.passes.retype import TYPES, WHOLE_NUMBERS, retype, source
 from tfm_export.passes.twin import float32_twin
 from tfm_export.precision import FloatType
 
@@ -540,17 +540,37 @@ def test_a_quantised_graph_is_refused_unless_it_is_meant() -> None:
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
 
 
-def test_floats_from_nowhere_and_graphs_without_floats_are_refused() -> None:
+def test_numbers_of_masks_are_computed_in_float32_and_infinities_stay() -> None:
+    """(1 - mask) * -1e9 in float16 would be 0 times an infinity; a mask's minus infinity is no number to clip."""
     text = """
         <ir_version: 11, opset_import: ["": 24]>
-        g (float[B] x, bool[B] mask) => (float[B] cross_key_0)
+        g (float[B] x, bool[B] mask, bool[B] other) => (float[B] cross_key_0)
+            <float one = {1}, float billion = {-1e9}, float zero = {0}, float infinity = {0}, float least = {-1e9}>
         {
             ones = Cast <to = 1> (mask)
-            cross_key_0 = Add(x, ones)
+            seen = Sub(one, ones)
+            hidden = Mul(seen, billion)
+            masked = Where(other, zero, infinity)
+            both = Add(hidden, masked)
+            sum = Add(x, both)
+            filled = Where(other, sum, infinity)
+            cross_key_0 = Where(mask, filled, least)
         }
     """
-    with pytest.raises(ExportError, match=r"Cast '.*' gives float32 numbers that are not those of an input"):
-        retype(onnx_model(text), "float16")
+    model = onnx_model(text)
+    model.graph.initializers["infinity"].const_value = ir.tensor(np.float32(-np.inf), name="infinity")
+    kept = retype(model, "float16").kept
+    types = {node.outputs[0].name: node.outputs[0].dtype for node in model.graph}
+    assert {types[name] for name in ("ones", "seen", "hidden", "masked", "both")} == {FLOAT}
+    assert {types[name] for name in ("sum", "filled", "cross_key_0")} == {ir.DataType.FLOAT16}
+    assert kept == {WHOLE_NUMBERS: "float16 does not hold every whole number"}
+    fills = [
+        node.inputs[2] for node in model.graph if node.op_type == "Where" and types[node.outputs[0].name or ""] != FLOAT
+    ]
+    assert [float(value.const_value.numpy()) for value in fills] == [-np.inf, -65504]
+
+
+def test_graphs_without_floats_are_refused() -> None:
     text = """
         <ir_version: 11, opset_import: ["": 24]>
         g (int64[B] x) => (int64[B] y) { y = Neg(x) }

@@ -68,7 +68,7 @@ def read_adapter(path: str | Path, factory: Factory, settings: Mapping[str, Any]
         raise CheckpointError(
             [f"{path}: {problem}" for problem in problems], "docs/checkpoints.md tells what is expected"
         )
-    if type(adapter).decode is Adapter.decode:
+    if not adapter.has_decode:
         notes.append("the adapter has no decode of its own: the graphs were held to its decode_step in PyTorch")
     config: Any = adapter.config
     return SourceModel(

@@ -103,6 +103,11 @@ class Adapter(nn.Module):
         super().__init__()
         self.config = config
 
+    @property
+    def has_decode(self) -> bool:
+        """Whether it has a `decode` of its own."""
+        return type(self).decode is not Adapter.decode
+
     def encode(self, source_ids: Tensor, source_mask: Tensor) -> Tensor:
         """Run the encoder.
 

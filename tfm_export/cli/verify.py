@@ -53,10 +53,10 @@ def command(
         raise click.UsageError("--adapter has no effect without --checkpoint")
     opened = Bundle.open(bundle)
     require_onnxruntime()
-    reference = None
+    reference, has_decode = None, None
     if checkpoint is not None:
         require("torch", extra="export")
-        from tfm_export.checkpoints import read_adapter, read_checkpoint
+        from tfm_export.checkpoints import Adapter, read_adapter, read_checkpoint
 
         # What its file does not say is what was said when it was exported.
         settings = opened.manifest.model.get("settings")
@@ -64,7 +64,16 @@ def command(
             reference = read_checkpoint(checkpoint, settings).model
         else:
             reference = read_adapter(checkpoint, load_factory(adapter), settings).model
-    from tfm_export.verify import PARITY, PARITY_GPU, reports_json, verify_gpu, verify_variant, write_reports
+            has_decode = isinstance(reference, Adapter) and reference.has_decode
+    from tfm_export.verify import (
+        PARITY,
+        PARITY_GPU,
+        adapter_hint,
+        reports_json,
+        verify_gpu,
+        verify_variant,
+        write_reports,
+    )
 
     left_out: list[str] = []
     with Stopwatch() as stopwatch:
@@ -92,7 +101,9 @@ def command(
         for problem in report.problems()
     ]
     if problems:
-        raise ParityError(problems, next(report.hint for report in reports if not report.passed))
+        failed = next(report for report in reports if not report.passed)
+        hint = failed.hint if has_decode is None else adapter_hint(failed, has_decode=has_decode)
+        raise ParityError(problems, hint)
 
 
 def _notes(bundle: Bundle) -> list[str]:

@@ -14,13 +14,14 @@ from tfm_export.bundle import GOLDEN, TOKENIZER, Bundle, Limits, Manifest, write
 from tfm_export.checkpoints import Adapter, Factory, SourceModel, read_adapter, read_checkpoint
 from tfm_export.errors import ExportError, ParityError, RequestError
 from tfm_export.export.golden import MOST_LINES, GoldenSet, GoldenSource, make_golden, synthetic_sources
+from tfm_export.export.promises import check_promises
 from tfm_export.export.variant import dimensions_of, write_fp32_variant
 from tfm_export.extras import require_onnxruntime
 from tfm_export.progress import Progress
 from tfm_export.staging import check_target, new_bundle
 from tfm_export.tokenizer import load_tokenizer
 from tfm_export.tokenizer.sources import encode_sources
-from tfm_export.verify import ParityReport, golden_text, verify_variant, write_reports
+from tfm_export.verify import ParityReport, adapter_hint, golden_text, verify_variant, write_reports
 from tfm_export.verify.steps import measure_tie_margin
 
 
@@ -72,6 +73,9 @@ def export_bundle(
     source = read_checkpoint(checkpoint, settings) if adapter is None else read_adapter(checkpoint, adapter, settings)
     limits = _limits(source, max_source_length, max_target_length)
     attention_layer = _layer(source, attention_layer)
+    if isinstance(source.model, Adapter):
+        progress("running the adapter at the longest sequences")
+        check_promises(source.model, limits)
     manifest = Manifest(
         dimensions=dimensions_of(source.model),
         limits=limits,
@@ -91,7 +95,9 @@ def export_bundle(
             report = verify_variant(bundle, reference=source.model, progress=progress)
             write_reports(bundle, [report])
             if not report.passed:
-                raise ParityError(report.problems(), report.hint)
+                model = source.model
+                hint = adapter_hint(report, has_decode=model.has_decode) if isinstance(model, Adapter) else report.hint
+                raise ParityError(report.problems(), hint)
     return Bundle.open(path, check_hashes=False), report
 
 
@@ -168,7 +174,9 @@ def _golden_sources(bundle: Bundle, source: SourceModel, inputs: Sequence[str] |
 
 
 def _write_graphs(bundle: Bundle, source: SourceModel, attention_layer: int | None) -> None:
-    write_fp32_variant(source.model, bundle.path / "onnx" / "fp32", attention_layer=attention_layer)
+    write_fp32_variant(
+        source.model, bundle.path / "onnx" / "fp32", attention_layer=attention_layer, limits=bundle.manifest.limits
+    )
     purposes = {
         graph.ENCODER: "source ids to cross-attention keys and values, once a sentence",
         graph.DECODER_STEP: "the next token, over an append-only cache",

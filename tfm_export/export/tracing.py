@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
+import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
 from torch import nn
+from torch.export import ExportedProgram
+from torch.onnx._internal.exporter._capture_strategies import TorchExportNonStrictStrategy
 
 from tfm_export.errors import ExportError
+from tfm_export.export.size_guards import SizeGuards, users_place
 from tfm_export.graph import IR_VERSION, OPSET, TensorSpec
+
+_LONGEST_REASON = 400  # letters
+HINT = (
+    "sizes may come from shapes, but nothing may depend on the numbers in a tensor: torch.where instead of `if`, masks "
+    "instead of slices, no .item() and no .tolist()"
+)
 
 
 @contextmanager
 def _quiet_exporter() -> Iterator[None]:
-    """Silence what the exporter says about itself: missing torchvision, renamed axes, tree specs."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Silence what the exporter says about itself: missing torchvision, renamed axes, tree specs, dumps of graphs."""
+    loggers = {logging.getLogger(name): logging.ERROR for name in ("torch.onnx", "torch.fx")}
+    loggers[logging.getLogger("torch._guards")] = loggers[logging.getLogger("torch.export")] = logging.CRITICAL
+    levels = {logger: logger.level for logger in loggers}
+    for logger, level in loggers.items():
+        logger.setLevel(level)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*axis name.*will not be used")
@@ -30,7 +44,8 @@ def _quiet_exporter() -> Iterator[None]:
             warnings.filterwarnings("ignore", category=DeprecationWarning)
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def export_module(
@@ -39,27 +54,30 @@ def export_module(
     dynamic_shapes: tuple[Any, ...],
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
+    *,
+    largest: Mapping[str, int],
 ) -> ir.Model:
     """Trace a module.
 
     Args:
         module: what to export; it is put in evaluation mode.
-        example: inputs of any size above 1.
+        example: inputs of sizes above 1, of which each dynamic axis has one of its own.
         dynamic_shapes: as `torch.export` takes them.
         inputs: the names of the graph's inputs, in the order of the flattened example.
         outputs: names and axes of its outputs.
+        largest: the largest size of an axis, by its name; others may be of any size.
 
     Returns:
         The model, its weights still those of the module.
 
     Raises:
-        ExportError: the exporter failed, or fixed an axis that should be dynamic.
+        ExportError: the exporter failed, or what it traced does not hold for all sizes.
     """
+    captured = _capture(module, example, dynamic_shapes, inputs, largest)
     try:
         with _quiet_exporter(), torch.no_grad():
             program = torch.onnx.export(
-                module.eval(),
-                example,
+                captured,
                 dynamo=True,
                 opset_version=OPSET,
                 verbose=False,
@@ -68,7 +86,7 @@ def export_module(
                 dynamic_shapes=dynamic_shapes,
             )
     except torch.onnx.errors.OnnxExporterError as problem:
-        raise ExportError(f"PyTorch could not export {type(module).__name__}: {problem}") from problem
+        raise ExportError(f"{type(module).__name__} cannot become a graph: {_reason(problem)}") from problem
     assert program is not None
     model = program.model
     model.ir_version = IR_VERSION
@@ -76,6 +94,50 @@ def export_module(
     _write_biases(model)
     _name_axes(model, inputs, outputs)
     return model
+
+
+def _capture(
+    module: nn.Module,
+    example: tuple[Any, ...],
+    dynamic_shapes: tuple[Any, ...],
+    inputs: Sequence[TensorSpec],
+    largest: Mapping[str, int],
+) -> ExportedProgram:
+    """What torch.export makes of a module, if that holds for all sizes; see `export_module` for the arguments.
+
+    The exporter's own second attempt, by another tracer, is left out: it mends little, and tells of no line.
+    """
+    tensors = torch.utils._pytree.tree_leaves(example)  # noqa: SLF001 (torch.export flattens with it)
+    axes = {
+        size: axis
+        for tensor, spec in zip(tensors, inputs, strict=True)
+        for size, axis in zip(tensor.shape, spec.axes, strict=True)
+        if isinstance(axis, str)
+    }
+    guards, said = SizeGuards(axes), io.StringIO()
+    with _quiet_exporter(), torch.no_grad(), guards.watch(), redirect_stderr(said):
+        strategy: Any = TorchExportNonStrictStrategy()
+        result = strategy(module.eval(), example, None, dynamic_shapes)
+    problem = result.exception
+    # What the user's code prints stays; PyTorch prints the whole graph, some of it several times.
+    sys.stderr.write(said.getvalue().replace(f"{getattr(problem, 'partial_fx_graph', None)}\n", ""))
+    guards.check(largest)
+    if result.exported_program is None:
+        place = users_place(traceback.extract_tb(problem.__traceback__))
+        raise ExportError(
+            f"{place or 'in the code of PyTorch or tfm-export'}\n  cannot become a graph: {_reason(problem)}", HINT
+        ) from problem
+    program: ExportedProgram = result.exported_program
+    return program
+
+
+def _reason(problem: BaseException) -> str:
+    """What PyTorch says is wrong, without the graphs, stacks and links that it adds."""
+    while problem.__cause__ is not None:
+        problem = problem.__cause__
+    text = str(problem).strip()
+    paragraph = text.partition("\n\n")[0]
+    return f"{type(problem).__name__}: {' '.join(paragraph.split())[:_LONGEST_REASON]}"
 
 
 def _strip_traces(model: ir.Model) -> None:
@@ -129,4 +191,6 @@ def _name_axes(model: ir.Model, inputs: Sequence[TensorSpec], outputs: Sequence[
             problems.append(f"{spec.name}: expected {list(spec.axes)}, found {value.name} {list(found)} {fixed}")
         value.shape = ir.Shape(spec.axes)
     if problems:
-        raise ExportError(problems, "report this: the exporter specialised an axis that must stay dynamic")
+        raise ExportError(
+            problems, "sizes that come from the shapes of the inputs: an axis that must stay free became a number"
+        )

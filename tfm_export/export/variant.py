@@ -12,6 +12,7 @@ from torch.export import Dim
 
 from reference_model import Transformer
 from tfm_export import graph
+from tfm_export.bundle import Limits
 from tfm_export.checkpoints.adapter import Adapter
 from tfm_export.export.adapter_graphs import AdapterEncoderGraph, AdapterStepGraph
 from tfm_export.export.graphs import DecoderStepGraph, EncoderGraph
@@ -36,10 +37,29 @@ def dimensions_of(model: Transformer | Adapter) -> Dimensions:
     )
 
 
-def encoder_model(model: Transformer | Adapter, dimensions: Dimensions) -> ir.Model:
-    """encoder.onnx, in memory."""
+def _example_sizes(model: Transformer | Adapter) -> dict[str, int]:
+    """A size for each axis: above 1, for an axis of 1 stays 1, and each another one, which then tells the axis.
+
+    The source is no longer than the position table.
+    """
+    source = max(min(7, model.config.max_length), 2)
+    query = 2 if source == 3 else 3
+    return {"batch": 11 if 2 in (source, query) else 2, "query": query, "source": source, "capacity": 16}
+
+
+def _largest(model: Transformer | Adapter, limits: Limits | None) -> dict[str, int]:
+    """The largest promised sizes. A cache may have any capacity: beams leave gaps in it."""
+    source, target = model.config.max_length, model.config.max_target_length
+    if limits is not None:
+        source, target = limits.max_source_length, limits.max_target_length
+    return {"source": source, "query": target}
+
+
+def encoder_model(model: Transformer | Adapter, dimensions: Dimensions, limits: Limits | None = None) -> ir.Model:
+    """encoder.onnx, in memory; see `write_fp32_variant` for the limits."""
     batch, source = Dim("batch"), Dim("source")
-    shape = (2, max(min(7, model.config.max_length), 2))  # no longer than the position table; an axis of 1 stays 1
+    sizes = _example_sizes(model)
+    shape = sizes["batch"], sizes["source"]
     example = (torch.zeros(shape, dtype=torch.long), torch.ones(shape, dtype=torch.bool))
     return export_module(
         AdapterEncoderGraph(model) if isinstance(model, Adapter) else EncoderGraph(model),
@@ -47,14 +67,18 @@ def encoder_model(model: Transformer | Adapter, dimensions: Dimensions) -> ir.Mo
         ({0: batch, 1: source}, {0: batch, 1: source}),
         graph.encoder_inputs(),
         graph.encoder_outputs(dimensions),
+        largest=_largest(model, limits),
     )
 
 
 def decoder_step_model(
-    model: Transformer | Adapter, dimensions: Dimensions, attention_layer: int | None = None
+    model: Transformer | Adapter,
+    dimensions: Dimensions,
+    attention_layer: int | None = None,
+    limits: Limits | None = None,
 ) -> ir.Model:
     """decoder_step.onnx, in memory; with an attention layer, decoder_step_attention.onnx."""
-    sizes = {"batch": 2, "query": 3, "source": 7, "capacity": 16}
+    sizes = _example_sizes(model)
     symbols = {name: Dim(name) for name in sizes}
     inputs = graph.decoder_step_inputs(dimensions)
 
@@ -77,28 +101,33 @@ def decoder_step_model(
         (*map(shapes, single), *([shapes(spec) for spec in specs] for specs in keys_values)),
         inputs,
         graph.decoder_step_outputs(dimensions, attention=attention_layer is not None),
+        largest=_largest(model, limits),
     )
 
 
-def write_fp32_variant(model: Transformer | Adapter, folder: Path, *, attention_layer: int | None = None) -> Dimensions:
+def write_fp32_variant(
+    model: Transformer | Adapter, folder: Path, *, attention_layer: int | None = None, limits: Limits | None = None
+) -> Dimensions:
     """Write the graphs and their weights into a new folder.
 
     Args:
         model: in fp32.
         folder: created.
         attention_layer: write decoder_step_attention.onnx too, with this layer's cross-attention weights.
+        limits: the longest sequences for which the graphs must hold; by default the longest that the model takes.
 
     Returns:
         What the graphs show of the model.
 
     Raises:
-        ExportError: PyTorch's exporter failed.
+        ExportError: PyTorch's exporter failed, or code that branches on a size holds for some sizes only.
     """
     dimensions = dimensions_of(model)
     folder.mkdir(parents=True)
     weights = WeightsFile(folder / graph.WEIGHTS)
-    weights.write(encoder_model(model, dimensions), folder / graph.ENCODER)
-    weights.write(decoder_step_model(model, dimensions), folder / graph.DECODER_STEP)
+    weights.write(encoder_model(model, dimensions, limits), folder / graph.ENCODER)
+    weights.write(decoder_step_model(model, dimensions, limits=limits), folder / graph.DECODER_STEP)
     if attention_layer is not None:
-        weights.write(decoder_step_model(model, dimensions, attention_layer), folder / graph.DECODER_STEP_ATTENTION)
+        step = decoder_step_model(model, dimensions, attention_layer, limits)
+        weights.write(step, folder / graph.DECODER_STEP_ATTENTION)
     return dimensions

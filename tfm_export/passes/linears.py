@@ -98,6 +98,8 @@ def linears(model: ir.Model, name: str) -> list[Linear]:
         if node.op_type == "Gemm":
             weight = node.inputs[1]
             assert weight is not None
+            if not weight.is_initializer():  # an adapter may multiply whatever it likes
+                continue
             layer = (weight.name or "").removesuffix(".weight")
             found.append(Linear(f"{name}/{layer}", node))
     return found

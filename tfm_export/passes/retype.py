@@ -2,7 +2,8 @@
 
 Every node computes in one of the two types, and a Cast stands where a value passes from one to the other. Layer norms
 and the log-softmax compute in float32, for they sum many numbers; so do nodes that read or write a number that leaves
-the type's range. All other Gemm, MatMul and Attention nodes compute in 16 bits.
+the type's range, and so does what is computed of whole numbers and masks alone. All other Gemm, MatMul and Attention
+nodes compute in 16 bits.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ HEADROOM = 4.0
 # Operators that give numbers of their first input and change none.
 MOVES = frozenset({"Expand", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
 
+# What is computed of positions, masks and sizes, up to where activations or weights come in.
+WHOLE_NUMBERS = "numbers of positions and masks"
+
+# What these give are numbers of weights and activations, although whole numbers may be all that they read besides.
+_OF_WEIGHTS = frozenset({"DequantizeLinear", "GatherElements", "GatherND", "Gemm"})
+
 _FLOAT = ir.DataType.FLOAT
 _KEPT_OPERATORS = {
     "LayerNormalization": "it adds up the squares of a whole row",
@@ -49,7 +56,7 @@ class Retyped:
 
     Attributes:
         kept: what stays in float32, and why: values and weights by name; layer norms and the log-softmax, with their
-            weights, by operator.
+            weights, by operator; `WHOLE_NUMBERS`.
     """
 
     kept: dict[str, str]
@@ -113,12 +120,6 @@ def _check_form(model: ir.Model, *, quantized: bool) -> None:
     found = {node.op_type for node in nodes} & {"QuantizeLinear", "DequantizeLinear"}
     if found and not quantized:
         problems.append(f"expected a graph that is not quantised, found {' and '.join(sorted(found))}")
-    problems += [
-        f"{node.op_type} {node.name!r} gives float32 numbers that are not those of an input"
-        for node in nodes
-        if any(v.dtype == _FLOAT for v in node.outputs)
-        and not any(v is not None and v.dtype == _FLOAT for v in node.inputs)
-    ]
     if problems:
         raise ExportError(problems, "start from the fp32 graphs of a bundle")
 
@@ -144,6 +145,7 @@ class _Plan:
                 self._readers.setdefault(source(value), []).append(node)
         self._check_caches()
         self._keep_operators()
+        self._keep_whole_numbers()
         self._keep_constants()
         self._keep_values()
         for node in self._computing:
@@ -170,6 +172,22 @@ class _Plan:
                 self.kept[node.op_type] = _KEPT_OPERATORS[node.op_type]
                 self._keep([node])
         self._keep(source(value).producer() for value in self._graph.outputs if value.name in _FLOAT32_OUTPUTS)
+
+    def _keep_whole_numbers(self) -> None:
+        """What is computed of whole numbers and masks alone: the angles of sinusoids, -1e9 where a mask is 0.
+
+        A type of 16 bits holds no whole number above 2,048, or 256, for sure; and -1e9 would be an infinity before it
+        is multiplied with 0.
+        """
+        found: set[ir.Node] = set()
+        for node in self._computing:
+            operands = [value for value in node.inputs if value is not None and not value.is_initializer()]
+            of_floats = all(source(value).producer() in found for value in _floats(operands))
+            if operands and of_floats and node.op_type not in _OF_WEIGHTS:
+                found.add(node)
+        if found:
+            self.kept[WHOLE_NUMBERS] = f"{self.type.name.lower()} does not hold every whole number"
+            self._keep(found)
 
     def _keep_constants(self) -> None:
         """Weights that do not fit; and factors that would be rounded, an error that all products share."""
@@ -202,8 +220,9 @@ class _Plan:
         if node is None or self._ranges is None:
             return None
         if node.op_type in {"TensorScatter", "Where"}:  # a cache holds what is written to it, or is masked
-            (*_, merged) = [operand for operand in _floats(node.inputs) if not operand.is_initializer()]
-            return self._value_problem(source(merged))
+            merged = [operand for operand in _floats(node.inputs) if not operand.is_initializer()]
+            if merged:
+                return self._value_problem(source(merged[-1]))
         name = value.name or ""
         if name not in self._ranges:
             return "its range was not measured"
@@ -245,9 +264,9 @@ def _has_floats(node: ir.Node) -> bool:
 
 
 def _rounded(numbers: NDArray[np.float32], type_: ir.DataType) -> NDArray[Any]:
-    """The nearest numbers of a type; beyond its range its largest, for what fills masked positions."""
+    """The nearest numbers of a type; beyond its range its largest, for what fills masked positions; infinities stay."""
     limit = np.float32(type_.max)
-    return np.asarray(np.clip(numbers, -limit, limit)).astype(type_.numpy())
+    return np.where(np.isinf(numbers), numbers, np.clip(numbers, -limit, limit)).astype(type_.numpy())
 
 
 def _layer(node: ir.Node) -> str:

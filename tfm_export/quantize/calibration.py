@@ -26,7 +26,7 @@ from tfm_export.passes.linears import linears
 from tfm_export.progress import Progress
 from tfm_export.quantize.histogram import Collector, Observation, thresholds
 from tfm_export.runtime.cpu.onnx_runtime import OnnxModel, onnxruntime
-from tfm_export.runtime.onnx_sessions import session_options
+from tfm_export.runtime.onnx_sessions import run_feeds, session_options
 from tfm_export.runtime.threads import usable_cpus
 
 __all__ = ["CalibrationSample", "Observation", "decode_samples", "observe", "thresholds"]
@@ -36,6 +36,8 @@ MOST_TOKENS = 512  # that run at once: a value of theirs has 1 MB in a model of 
 Array = NDArray[Any]
 
 # What they give are the numbers of their first input, each once.
+_END_MASKS = frozenset({"Attention", "LogSoftmax", "Softmax"})  # minus infinity becomes a weight of 0 there
+_MASK_SIZE = 1 << 20  # numbers of a constant that is looked through for infinities; weights have none
 _REARRANGE = frozenset({"Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 
@@ -228,6 +230,20 @@ def _step_feeds(target_ids: NDArray[np.int64], cross: dict[str, Array], dimensio
     }
 
 
+def _masked(model: ir.Model) -> set[str]:
+    """Values that may hold minus infinity, because a constant does: what fills masked positions, up to the softmax."""
+    found = {
+        value.name or ""
+        for value in model.graph.initializers.values()
+        if value.dtype == ir.DataType.FLOAT and value.const_value is not None and value.const_value.size <= _MASK_SIZE
+        if np.isneginf(value.const_value.numpy()).any()
+    }
+    for node in model.graph:
+        if node.op_type not in _END_MASKS and any(v is not None and v.name in found for v in node.inputs):
+            found |= {value.name or "" for value in node.outputs}
+    return found
+
+
 class _Probe:
     """A graph of which every float32 value can be watched.
 
@@ -255,7 +271,7 @@ class _Probe:
         self.layers = {
             layer.name.partition("/")[2]: layer.input.name or "" for layer in linears(self._model, self.name)
         }
-        self._inputs = {value.name or "" for value in graph.inputs}
+        self._inputs, self._masked = {value.name or "" for value in graph.inputs}, _masked(self._model)
         self._largest: dict[str, float] = {}
         self._collectors: dict[str, Collector] = {}
 
@@ -285,10 +301,13 @@ class _Probe:
         """Run the graph once, note what is watched, and give the wanted outputs."""
         computed = [value for value in self._largest if value not in self._inputs]
         names = list(dict.fromkeys([*computed, *wanted]))
-        outputs = dict(zip(names, self._session.run(names, feeds), strict=True))
+        outputs = dict(zip(names, run_feeds(self._session, names, feeds, self.name), strict=True))
         broken = []
         for value in self._largest:
-            magnitudes = np.abs(outputs[value] if value in outputs else feeds[value])
+            numbers = outputs[value] if value in outputs else feeds[value]
+            if value in self._masked:
+                numbers = np.where(np.isneginf(numbers), 0, numbers)
+            magnitudes = np.abs(numbers)
             largest = float(magnitudes.max(initial=0))
             if not np.isfinite(largest):
                 broken.append(value)

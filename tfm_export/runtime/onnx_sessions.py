@@ -5,15 +5,16 @@ Importing this raises BackendUnavailable without ONNX Runtime.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tfm_export.errors import BundleError
+from tfm_export.errors import BundleError, RequestError
 from tfm_export.extras import require_onnxruntime
 from tfm_export.graph import TensorSpec
 
 if TYPE_CHECKING:
-    from onnxruntime import InferenceSession, SessionOptions
+    from onnxruntime import InferenceSession, IOBinding, SessionOptions
 
 onnxruntime = require_onnxruntime()
 _ONNX_TYPES = {"float32": "float"}  # where ONNX Runtime's word for a type is another
@@ -70,3 +71,32 @@ def check_form(session: InferenceSession, path: Path, inputs: list[TensorSpec], 
         ]
     if problems:
         raise BundleError(sorted(problems), "export the bundle again")
+
+
+def run_bound(session: InferenceSession, binding: IOBinding, name: str) -> None:
+    """Run a graph whose inputs and outputs are bound.
+
+    Raises:
+        RequestError: it cannot compute them.
+    """
+    try:
+        session.run_with_iobinding(binding)
+    except Exception as problem:  # its exceptions have no base class of their own
+        raise _refused(name, problem) from problem
+
+
+def run_feeds(session: InferenceSession, names: Sequence[str] | None, feeds: Mapping[str, Any], name: str) -> list[Any]:
+    """The same with arrays; gives the outputs of these names."""
+    try:
+        outputs: list[Any] = session.run(names, feeds)
+    except Exception as problem:
+        raise _refused(name, problem) from problem
+    return outputs
+
+
+def _refused(name: str, problem: Exception) -> RequestError:
+    said = " ".join(str(problem).split())
+    return RequestError(
+        f"ONNX Runtime {onnxruntime.__version__} could not compute {name}: {said}",
+        "tfm-export verify, which compares the longest sequences that the bundle promises too; or a smaller batch",
+    )

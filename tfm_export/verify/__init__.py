@@ -26,7 +26,14 @@ from tfm_export.verify.cpu import CPU, TWIN, cpu_model
 from tfm_export.verify.generate_graph import compare_generate_graph
 from tfm_export.verify.golden import BeamGolden, Golden, compare_generations, golden_text, read_golden
 from tfm_export.verify.page import parity_page
-from tfm_export.verify.report import Divergence, GenerationComparison, ParityReport, TensorComparison, reports_json
+from tfm_export.verify.report import (
+    Divergence,
+    GenerationComparison,
+    ParityReport,
+    TensorComparison,
+    adapter_hint,
+    reports_json,
+)
 
 if TYPE_CHECKING:
     from tfm_export.verify.reference import Reference
@@ -39,6 +46,7 @@ __all__ = [
     "Golden",
     "ParityReport",
     "TensorComparison",
+    "adapter_hint",
     "compare_generate_graph",
     "compare_generations",
     "cpu_model",
@@ -221,7 +229,9 @@ def _with_last_graph(report: ParityReport, path: Path) -> ParityReport:
         kind = (report.variant, report.backend)
         entry = next(entry for entry in last["variants"] if (entry["variant"], entry["backend"]) == kind)
         names = [f.name for f in fields(TensorComparison)]
-        tensors = [TensorComparison(**{name: tensor[name] for name in names}) for tensor in entry["graph"]]
+        tensors = [
+            TensorComparison(**{name: tensor[name] for name in names if name in tensor}) for tensor in entry["graph"]
+        ]
         return replace(report, graph=tensors)
     except (OSError, ValueError, LookupError, TypeError, StopIteration):
         return report  # there is no last comparison that can be read

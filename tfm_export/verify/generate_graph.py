@@ -17,6 +17,7 @@ from tfm_export.precision import PRECISIONS
 from tfm_export.progress import Progress
 from tfm_export.runtime.cpu.onnx_runtime import OnnxModel, load_session
 from tfm_export.runtime.cpu.saturation import one_session_has_both
+from tfm_export.runtime.onnx_sessions import run_feeds
 from tfm_export.runtime.threads import threads_to_use
 from tfm_export.verify.golden import Golden, compare_search, read_golden
 from tfm_export.verify.report import GenerationComparison
@@ -74,7 +75,7 @@ class GenerateModel:
 
     def _run(self, source_ids: NDArray[np.int64], lengths: NDArray[np.int64], max_length: int) -> list[Hypothesis]:
         feeds = {"source_ids": source_ids, "source_lengths": lengths, "max_length": np.array(max_length, np.int64)}
-        ids, lengths, scores = self._session.run(None, feeds)
+        ids, lengths, scores = run_feeds(self._session, None, feeds, GENERATE)
         return [
             Hypothesis(
                 tokens=row[:length].tolist(),

@@ -186,7 +186,7 @@ def _with_stored_positions(model: Transformer, folder: Path) -> Transformer:
 
 
 class _Float32Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether anything is computed in fewer bits than float64."""
+    """Notes whether anything is rounded to fewer bits than float64 has: whole numbers, as of masks, are not."""
 
     found = False
 
@@ -199,6 +199,12 @@ class _Float32Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         tensors = output if isinstance(output, list | tuple) else (output,)
-        if any(isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 for t in tensors):
-            self.found = True
+        self.found = self.found or any(isinstance(t, Tensor) and _is_rounded(t) for t in tensors)
         return output
+
+
+def _is_rounded(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return False
+    # What -1e9 or the least number of a type is written as means itself.
+    return not bool((tensor == tensor.round()).all())

@@ -18,12 +18,14 @@ class TensorComparison:
         error: largest absolute difference.
         rounding: what rounding explains of it, as measured.
         limit: the largest accepted error.
+        case: the inputs at which the error was.
     """
 
     name: str
     error: float
     rounding: float
     limit: float
+    case: str = ""
 
     @property
     def passed(self) -> bool:
@@ -144,13 +146,13 @@ class ParityReport:
         """Every failure in a sentence."""
         found = [
             f"{c.name}: the graph is not the model: in float64 it is off from PyTorch in float64 by {c.error:.2e}, "
-            f"and rounding explains at most {c.limit:.2e}"
+            f"and rounding explains at most {c.limit:.2e}{_at(c)}"
             for c in self.graph
             if not c.passed
         ]
         found += [
             f"{c.name}: {self.backend} does not compute the graph: it is off from the graph in float64 by "
-            f"{c.error:.2e}, and rounding to float32 explains at most {c.limit:.2e}"
+            f"{c.error:.2e}, and rounding to float32 explains at most {c.limit:.2e}{_at(c)}"
             for c in self.kernels
             if not c.passed
         ]
@@ -170,6 +172,51 @@ class ParityReport:
                 for d in comparison.divergences[: None if comparison.needed == 1 else 1]
             ]
         return found
+
+
+def _at(comparison: TensorComparison) -> str:
+    return f" ({comparison.case})" if comparison.case else ""
+
+
+# Where to look in an adapter, by the first tensor that is wrong.
+_ADAPTER_PARTS = {
+    "cross_": (
+        "encode and cross_keys_values, which give other numbers as a graph than in PyTorch: numbers drawn at random, "
+        "state kept from one call to the next, sizes that are written as numbers"
+    ),
+    "self_": (
+        "what decode_step computes before it calls cache.update, which is other token by token than for a whole "
+        "target: embedding, positions (the slots of the cache are none, see slot_positions); above layer 0, the masks "
+        "and the cache of the layers below"
+    ),
+}
+
+
+def adapter_hint(report: ParityReport, *, has_decode: bool) -> str:
+    """What to try where something failed and the code that the graphs were made of is the user's own.
+
+    Args:
+        report: that did not pass.
+        has_decode: whether their adapter has a decode of its own.
+    """
+    wrong = [c.name for c in report.graph if not c.passed]
+    if not wrong:
+        return report.hint
+    for kind, what in _ADAPTER_PARTS.items():
+        if first := next((name for name in wrong if name.startswith(kind)), None):
+            return f"{first} is the first that differs: look at {what}"
+    if has_decode:
+        return (
+            "keys and values are right, and the logits differ: decode and decode_step do not compute the same. In "
+            "PyTorch, compare adapter.decode(target_ids, memory, source_mask) with "
+            "adapter.decode_with_cache(target_ids, memory, source_mask)[0]: positions, masks (source_mask, too), the "
+            "order of the cache, the last norm, the projection"
+        )
+    return (
+        "keys and values are right, and the logits differ: decode_step gives others token by token than for a whole "
+        "target: look at self_mask (slots of the cache are no positions, see slot_positions) and at what it computes "
+        "from sizes"
+    )
 
 
 def reports_json(reports: Sequence[ParityReport]) -> str:

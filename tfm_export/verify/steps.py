@@ -172,12 +172,17 @@ def teacher_forcing(
         A name for people, and the ids.
     """
     yield from _usual_cases(dimensions, limits, golden, start_token)
-    longest = max(1, int((ATTENTION_BYTES / (8 * dimensions.heads)) ** 0.5))
+    longest = longest_compared(dimensions.heads)
     source, target = min(limits.max_source_length, longest), min(limits.max_target_length, longest)
     sizes = {"source": source, "target": target, "prefix": target - 2, "most_places": PLACES_AT_LIMITS}
     batch = 2 if max(source, target) ** 2 * 2 <= longest**2 else 1
     name = f"sources of {source:,} and targets of {target:,} tokens"
     yield name, replace(TeacherForcing.random(dimensions, batch=batch, seed=5, **sizes), trials=1)
+
+
+def longest_compared(heads: int) -> int:
+    """How long a sequence may be for the attention of so many heads to be compared."""
+    return max(1, int((ATTENTION_BYTES / (8 * heads)) ** 0.5))
 
 
 def _usual_cases(
@@ -272,10 +277,10 @@ def compare_steps(
             for trial in moved[: case.trials]:
                 largest.add(distances(at_once.trace(trial, dimensions), unmoved))
         if reference is not None:
-            graph_errors.add(distances(truth, reference.trace(case)))
+            graph_errors.add(distances(truth, reference.trace(case)), name)
         if model is not None:
             found = case.trace(model, dimensions)
-            kernel_errors.add(distances(found, truth))
+            kernel_errors.add(distances(found, truth), name)
             agreed.append(found["log_probs"].argmax(-1) == truth["log_probs"].argmax(-1))
     share = FLOAT64_EPSILON / FINE_EPSILON
     explained = {name: moved * share + stored[name] for name, moved in fine_rounding.items()}
@@ -327,16 +332,27 @@ def distances(found: Trace, expected: Trace) -> dict[str, float]:
 
 
 class _Largest(dict[str, float]):
-    """The largest number of each name."""
+    """The largest number of each name, and in which case it was."""
 
-    def add(self, numbers: Mapping[str, float]) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.cases: dict[str, str] = {}
+
+    def add(self, numbers: Mapping[str, float], case: str = "") -> None:
         for name, number in numbers.items():
-            self[name] = max(self.get(name, 0.0), number)
+            if name not in self or number > self[name]:
+                self[name], self.cases[name] = number, case
 
 
-def _comparisons(errors: Mapping[str, float], explained: Mapping[str, float]) -> list[TensorComparison]:
+def _comparisons(errors: _Largest, explained: Mapping[str, float]) -> list[TensorComparison]:
     return [
-        TensorComparison(name=name, error=error, rounding=explained[name], limit=TIMES_ROUNDING * explained[name])
+        TensorComparison(
+            name=name,
+            error=error,
+            rounding=explained[name],
+            limit=TIMES_ROUNDING * explained[name],
+            case=errors.cases[name],
+        )
         for name, error in errors.items()
     ]
 

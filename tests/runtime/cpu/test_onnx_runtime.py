@@ -200,3 +200,19 @@ except tfm_export.BackendUnavailable as error:
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert re.search(message, run.stdout), run
+
+
+def test_what_onnx_runtime_cannot_compute_is_told_in_a_sentence(tiny_bundle: Path) -> None:
+    """Ids above the table, past our own checks: its Gather fails."""
+    bundle = Bundle.open(tiny_bundle)
+    model = OnnxModel(bundle)
+    wide = replace(model.dimensions, source_vocabulary_size=1000, target_vocabulary_size=1000)
+    model.dimensions = wide
+    with pytest.raises(RequestError, match=r"ONNX Runtime \S+ could not compute encoder.onnx: .* Gather") as caught:
+        model.encode(np.array([[900]]), np.array([[True]]), capacity=4)
+    assert len(caught.value.problems[0].splitlines()) == 1
+    sentences = model.encode(np.array([[5]]), np.array([[True]]), capacity=4)
+    step = arguments(sentences)
+    step[0][:] = 900
+    with pytest.raises(RequestError, match=r"could not compute decoder_step.onnx: .* Gather"):
+        sentences.step(*step)

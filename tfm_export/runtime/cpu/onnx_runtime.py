@@ -33,7 +33,7 @@ from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.checks import check_encode, check_finite, check_step_arrays, check_steps, step_problems
 from tfm_export.runtime.cpu.host_memory import HostMemory, HostPool
 from tfm_export.runtime.cpu.saturation import needs_wide_sums
-from tfm_export.runtime.onnx_sessions import check_form, session_options
+from tfm_export.runtime.onnx_sessions import check_form, run_bound, session_options
 from tfm_export.runtime.step_model import Capabilities, Floats, Ids, Mask, Sentences, StepModel, StepOutput, Until
 from tfm_export.runtime.threads import threads_to_use
 
@@ -125,7 +125,7 @@ class OnnxModel(StepModel):
         binding.bind_cpu_input("source_mask", memory.source_mask)
         for name, array in memory.cross.items():
             _bind_output(binding, name, array)
-        encoder.run_with_iobinding(binding)
+        run_bound(encoder, binding, ENCODER)
         memory.zero_padding()
         return OnnxSentences(decoder_step, memory, self.limits, self.capabilities.gives_attention)
 
@@ -163,7 +163,7 @@ class OnnxSentences(Sentences):
     ) -> StepOutput:
         """Write Q tokens into the cache and say what may follow each; see `Sentences.step`."""
         memory, bound = self.memory, self._filled(target_ids, positions, write_index, self_mask, full)
-        self.session.run_with_iobinding(bound.binding)
+        run_bound(self.session, bound.binding, DECODER_STEP)
         memory.written = max(memory.written, max(write_index.tolist()) + target_ids.shape[1])
         check_finite(bound.best)
         return bound.output
@@ -177,7 +177,7 @@ class OnnxSentences(Sentences):
         tokens, log_probs = np.empty((memory.size, steps), np.int64), np.empty((memory.size, steps), np.float32)
         taken = 0
         while True:
-            self.session.run_with_iobinding(bound.binding)
+            run_bound(self.session, bound.binding, DECODER_STEP)
             tokens[:, taken], log_probs[:, taken] = bound.best_ids[:, 0], bound.best[:, 0]
             taken += 1
             if taken == steps or until(bound.best_ids[:, 0].tolist()):
