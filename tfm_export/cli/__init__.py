@@ -22,13 +22,13 @@ from tfm_export.errors import RequestError, TfmExportError
 COMMANDS = {
     "onnx": "Export a checkpoint to a bundle, verified against PyTorch.",
     "quantize": "Add a precision variant to a bundle, if its quality is proven.",
-    "generate-graph": "Put a bundle's whole greedy decode into one graph, for any language.",
+    "generate-graph": "Put a bundle's whole greedy decoding into one graph, for any language.",
     "trt": "Build a TensorRT engine from a bundle; TensorRT-RTX needs no GPU for it.",
     "verify": "Compare a bundle with PyTorch.",
     "run": "Decode texts.",
     "bench": "Measure how fast a bundle decodes on this machine.",
-    "inspect": "Show what a bundle holds, or what a checkpoint tells.",
-    "doctor": "Show what this machine has, and what of a bundle runs here.",
+    "inspect": "Show the contents of a bundle, or the settings of a checkpoint.",
+    "doctor": "Show what this machine has, and which parts of a bundle run here.",
     "completion": "Print the script that completes commands in a shell.",
 }
 
@@ -88,7 +88,7 @@ def cli() -> None:
       tfm-export onnx checkpoint.pt --inputs lines.txt
       tfm-export run tfm_bundle "some text"
 
-    Exit codes: 0 all is well, 1 an error that you can mend, 2 wrong usage, 3 what comes out is not what PyTorch says.
+    Exit codes: 0 success, 1 an error that you can fix, 2 wrong usage, 3 the results differ too much from PyTorch's.
     """
 
 

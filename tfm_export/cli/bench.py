@@ -32,7 +32,7 @@ COLOURS = {"faster": "green", "slower": "red", "same": None}
     "--variant",
     "variants",
     multiple=True,
-    help="A precision, or one whose tokens another guesses, as in fp32+w8; may be given again.  [default: all]",
+    help="A precision, or a precision with a draft, such as fp32+w8; can be repeated.  [default: all]",
 )
 @click.option(
     "--batch",
@@ -41,7 +41,7 @@ COLOURS = {"faster": "green", "slower": "red", "same": None}
     multiple=True,
     default=(1, 8, 32),
     show_default=True,
-    help="Sentences decoded together; may be given again.",
+    help="Sentences per batch; can be repeated.",
 )
 @click.option(
     "--beam",
@@ -50,20 +50,28 @@ COLOURS = {"faster": "green", "slower": "red", "same": None}
     multiple=True,
     default=(1, 4),
     show_default=True,
-    help="Hypotheses a sentence; may be given again.",
+    help="Beams per sentence; can be repeated.",
 )
 @click.option(
     "--tokens",
     type=click.IntRange(min=1),
-    help="Decode exactly so many tokens a sentence.  [default: until each sentence ends]",
+    help="Decode exactly this many tokens per sentence.  [default: until each sentence ends]",
 )
-@click.option("--rounds", type=click.IntRange(min=2), default=9, show_default=True, help="Generations that count.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=2),
+    default=9,
+    show_default=True,
+    help="Rounds that are counted, after the warm-up.",
+)
 @click.option(
     "--inputs",
     type=click.File(encoding="utf-8"),
-    help="Source texts to decode, one a line.  [default: the golden inputs]",
+    help="Source texts to decode, one per line.  [default: the golden inputs]",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the result, JSON, here.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the result to this file, as JSON."
+)
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -73,7 +81,7 @@ COLOURS = {"faster": "green", "slower": "red", "same": None}
     "--compare",
     "earlier",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="An earlier result: say what became faster or slower, noise considered.",
+    help="An earlier result: report what became faster or slower, taking noise into account.",
 )
 @force_option
 @threads_option
@@ -95,8 +103,8 @@ def command(
 ) -> None:
     """Measure BUNDLE (./tfm_bundle) on this machine: every variant, batch and beam size.
 
-    Each variant runs in a process of its own; one generation of each kind warms up, the others count, in rounds that go
-    through all variants. Close everything else that computes.
+    Each variant runs in a separate process. Every round goes through all variants; the first round is a warm-up and is
+    not counted. Close all other programs that use the CPU.
 
     \b
     Example:

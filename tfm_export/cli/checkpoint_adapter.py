@@ -28,7 +28,7 @@ def adapter_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--adapter",
         metavar="FILE.py:FUNCTION",
-        help="For a model of your own: the function that makes an Adapter of the checkpoint's path. This code is run; "
+        help="For your own model: the function that makes an Adapter from the checkpoint's path. This code is run; "
         "see docs/checkpoints.md.",
     )(command)
 

@@ -16,22 +16,24 @@ OPTIONS = (
     click.option(
         "--config",
         type=click.Path(path_type=Path, exists=True, dir_okay=False),
-        help="A JSON file with what the checkpoint's file does not say; the options below go before it.",
+        help="A JSON file with settings that the checkpoint does not contain; the options below override it.",
     ),
-    click.option("--heads", type=click.IntRange(min=1), help="Attention heads."),
+    click.option("--heads", type=click.IntRange(min=1), help="Number of attention heads."),
     click.option(
-        "--norm-first/--norm-last", default=None, help="Whether a sublayer's input is normalised, or its sum."
+        "--norm-first/--norm-last",
+        default=None,
+        help="Whether a sublayer's input is normalised (pre-norm), or its sum (post-norm).",
     ),
     click.option("--activation", type=click.Choice(ACTIVATIONS), help="The feed-forward's activation."),
-    click.option("--positions", type=click.Choice(POSITIONS), help="How positions enter."),
+    click.option("--positions", type=click.Choice(POSITIONS), help="How the model encodes positions."),
     click.option(
         "--scale-embeddings/--no-scale-embeddings",
         default=None,
         help="Whether embeddings are multiplied by sqrt(d_model).",
     ),
-    click.option("--max-length", type=click.IntRange(min=1), help="Rows of the position table."),
-    click.option("--layer-norm-epsilon", type=float, help="What layer norms add to the variance."),
-    click.option("--pad", type=click.IntRange(min=0), help="The id that fills short sources."),
+    click.option("--max-length", type=click.IntRange(min=1), help="Number of rows of the position table."),
+    click.option("--layer-norm-epsilon", type=float, help="The epsilon that layer norms add to the variance."),
+    click.option("--pad", type=click.IntRange(min=0), help="The id that pads short sources."),
     click.option("--bos", type=click.IntRange(min=0), help="The id that the decoder starts from."),
     click.option("--eos", type=click.IntRange(min=0), help="The id that ends a target."),
     click.option("--unk", type=click.IntRange(min=0), help="The id of unknown tokens."),
@@ -41,7 +43,7 @@ OPTIONS = (
     click.option(
         "--source-ends-with-eos/--source-ends-without-eos", default=None, help="Whether sources end with eos."
     ),
-    click.option("--weights", metavar="PLACE", help='Where in the file the weights are, such as "ema".'),
+    click.option("--weights", metavar="PLACE", help='The place of the weights in the file, such as "ema".'),
 )
 
 

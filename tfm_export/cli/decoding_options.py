@@ -58,47 +58,53 @@ BUNDLE, COMPATIBLE = "the bundle's", "as --compatibility"
 ENTRIES = {
     "beam_size": Entry(click.INT, "Hypotheses kept at each step; 1 is greedy search or sampling.", default=BUNDLE),
     "num_hypotheses": Entry(click.INT, "Hypotheses to print for each text.", ("--n-best",)),
-    "patience": Entry(click.FLOAT, "Search on until beam size x patience hypotheses have finished."),
+    "patience": Entry(click.FLOAT, "Search until beam size x patience hypotheses have finished."),
     "length_penalty": Entry(click.FLOAT, "Exponent of the length that divides a score.", default=BUNDLE),
     "coverage_penalty": Entry(click.FLOAT, "Prefer targets that attend to all of the source."),
     "max_decoding_length": Entry(
         click.INT, "Longest target in tokens, end token included.", ("--max-length",), default=BUNDLE
     ),
-    "min_decoding_length": Entry(click.INT, "No end token before so many tokens.", ("--min-length",)),
-    "target_prefix": Entry(TARGET, "What every target begins with."),
-    "prefix_bias_beta": Entry(click.FLOAT, "Only draw targets to the prefix, this much, instead of forcing it."),
-    "sampling_topk": Entry(click.INT, "Draw from so many of the best tokens; 0 from all, 1 takes the best."),
-    "sampling_topp": Entry(click.FLOAT, "Draw from the best tokens that have this probability together."),
+    "min_decoding_length": Entry(click.INT, "No end token before this many tokens.", ("--min-length",)),
+    "target_prefix": Entry(TARGET, "The tokens that every target begins with."),
+    "prefix_bias_beta": Entry(click.FLOAT, "Bias targets towards the prefix by this much, instead of forcing it."),
+    "sampling_topk": Entry(click.INT, "Draw from this many of the best tokens; 0 draws from all, 1 takes the best."),
+    "sampling_topp": Entry(click.FLOAT, "Draw from the best tokens whose probabilities add up to this."),
     "sampling_temperature": Entry(click.FLOAT, "Divides the log-probabilities before a draw."),
     "seed": Entry(click.INT, "The same seed draws the same tokens.", default="anew each time"),
-    "repetition_penalty": Entry(click.FLOAT, "Makes tokens that the target has already less likely."),
-    "no_repeat_ngram_size": Entry(click.INT, "No n-gram of this size comes twice; 0 allows all."),
+    "repetition_penalty": Entry(click.FLOAT, "Makes tokens that are already in the target less likely."),
+    "no_repeat_ngram_size": Entry(click.INT, "No n-gram of this size occurs twice; 0 allows all."),
     "disable_unk": Entry(FLAG, "Never generate the unknown token."),
-    "suppress_sequences": Entry(TARGET, "Never generate this; may be given often.", ("--suppress",), multiple=True),
-    "replace_unknowns": Entry(FLAG, "Put the source token that gets most attention for an unknown one."),
-    "start_tokens": Entry(ids, "What the decoder starts from.", default="the model's start token"),
+    "suppress_sequences": Entry(
+        TARGET, "Never generate this sequence; can be repeated.", ("--suppress",), multiple=True
+    ),
+    "replace_unknowns": Entry(FLAG, "Replace an unknown token by the source token with the most attention."),
+    "start_tokens": Entry(ids, "Ids of the tokens that the decoder starts from.", default="the model's start token"),
     "forced_bos": Entry(click.INT, "Id of the token that every target begins with."),
     "forced_eos": Entry(click.INT, "Id of the token that a target ends with at the length limit."),
     "end_token": Entry(ids, "Ids of the tokens that end a target.", default="the model's end token"),
-    "return_end_token": Entry(FLAG, "Leave the end token in the tokens."),
-    "return_alternatives": Entry(FLAG, "Print a target for each of the likeliest tokens after the prefix."),
-    "min_alternative_expansion_prob": Entry(click.FLOAT, "Leave out alternatives that are less likely."),
-    "return_scores": Entry(FLAG, "Log-probability of every token in the JSON."),
-    "return_attention": Entry(FLAG, "What every token attends to in the JSON."),
-    "return_logits_vocab": Entry(FLAG, "Log-probabilities of the whole vocabulary in the JSON."),
-    "compatibility": Entry(click.Choice(COMPATIBILITIES), "Whose rules hold."),
+    "return_end_token": Entry(FLAG, "Keep the end token in the tokens."),
+    "return_alternatives": Entry(FLAG, "Print a target for each of the most likely tokens after the prefix."),
+    "min_alternative_expansion_prob": Entry(click.FLOAT, "Leave out alternatives that are less likely than this."),
+    "return_scores": Entry(FLAG, "Write the log-probability of every token to the JSON."),
+    "return_attention": Entry(FLAG, "Write the attention weights of every token to the JSON."),
+    "return_logits_vocab": Entry(FLAG, "Write the log-probabilities of the whole vocabulary to the JSON."),
+    "compatibility": Entry(click.Choice(COMPATIBILITIES), "Whose decoding rules apply."),
     "stop_rule": Entry(click.Choice(COMPATIBILITIES), "When a beam search ends.", default=COMPATIBLE),
     "early_stopping": Entry(
         click.Choice(["true", "false", "never"]), "How Hugging Face's stop rule ends a search.", default="false"
     ),
-    "length_formula": Entry(click.Choice(LENGTH_FORMULAS), "What a length is.", default=COMPATIBLE),
-    "score_change": Entry(click.Choice(SCORE_CHANGES), "Where masks and penalties act.", default=COMPATIBLE),
-    "end_after_prefix": Entry(
-        click.Choice(END_AFTER_PREFIX), "Which candidates may end right after a prefix.", default=COMPATIBLE
+    "length_formula": Entry(
+        click.Choice(LENGTH_FORMULAS), "How the length of a target is computed.", default=COMPATIBLE
     ),
-    "start_token_repeats": Entry(FLAG, "The start token counts as a token of the target.", default=COMPATIBLE),
-    "max_batch_size": Entry(click.INT, "How much is decoded at the same time.", ("--batch-size",)),
-    "batch_type": Entry(click.Choice(BATCH_TYPES), "What --batch-size counts."),
+    "score_change": Entry(click.Choice(SCORE_CHANGES), "Where masks and penalties apply.", default=COMPATIBLE),
+    "end_after_prefix": Entry(
+        click.Choice(END_AFTER_PREFIX), "Which candidates may end right after a forced prefix.", default=COMPATIBLE
+    ),
+    "start_token_repeats": Entry(
+        FLAG, "Repetition rules count the start token as a token of the target.", default=COMPATIBLE
+    ),
+    "max_batch_size": Entry(click.INT, "The size of a batch, in units of --batch-type.", ("--batch-size",)),
+    "batch_type": Entry(click.Choice(BATCH_TYPES), "What --batch-size counts: examples, or tokens of padded sources."),
 }
 _DEFAULTS = {field.name: field.default for field in fields(DecodeOptions)}
 

@@ -25,16 +25,16 @@ Findings = dict[str, dict[str, Any]]
 @json_option
 @click.pass_context
 def command(context: click.Context, bundle: Path | None, as_json: bool) -> None:
-    """Show what this machine has to run bundles with, what is broken, and what of a BUNDLE runs here.
+    """Show what this machine can run bundles with, what is broken, and which parts of a BUNDLE run here.
 
-    BUNDLE is ./tfm_bundle if that is there. Every library is tried in a process of its own, so that one that is broken
-    takes nothing with it.
+    The default for BUNDLE is ./tfm_bundle, if it exists. Every library is tried in a separate process, so that a broken
+    library does not stop the others.
 
     \b
     Example:
       tfm-export doctor my_bundle --json
 
-    Ends with exit code 1 if packages clash, or the bundle cannot be read, or nothing of it runs here.
+    Ends with exit code 1 if packages conflict, if the bundle cannot be read, or if no part of it runs here.
     """
     if bundle is None and (DEFAULT_PATH / MANIFEST).is_file():
         bundle = DEFAULT_PATH

@@ -17,22 +17,22 @@ from tfm_export.graph import GENERATE
 @click.command("generate-graph")
 @bundle_argument
 @click.option(
-    "--variant", default="fp32", show_default=True, help="The precision, one of those that inspect shows, or auto."
+    "--variant", default="fp32", show_default=True, help="The precision, one of those that inspect lists, or auto."
 )
 @force_option
 @threads_option
 @json_option
 def command(bundle: Path, variant: str, force: bool, threads: int | None, as_json: bool) -> None:
-    """Write generate.onnx into BUNDLE (./tfm_bundle): ids in, ids out, the loop over the decoder step inside.
+    """Write generate.onnx into BUNDLE (./tfm_bundle): a graph of the whole greedy decoding, from ids to ids.
 
-    With it C++, Java, JavaScript or Rust decode greedily in one call of ONNX Runtime; docs/any_language.md tells how.
+    With it, C++, Java, JavaScript or Rust decode greedily in one call of ONNX Runtime; see docs/any_language.md.
 
     \b
     Example:
       tfm-export generate-graph tfm_bundle --variant w8
 
-    Ends with exit code 3, and writes nothing, if the graph does not give what PyTorch gives, or for a smaller precision
-    what that variant's own two graphs give.
+    Ends with exit code 3, and writes nothing, if the results of the graph differ from PyTorch's, or, for a lower
+    precision, from those of the variant's own two graphs.
     """
     opened = Bundle.open(bundle)
     variant = opened.fastest_variant() if variant == "auto" else variant

@@ -25,10 +25,11 @@ from tfm_export.runtime.cpu.saturation import saturation_note
 @adapter_option
 @json_option
 def command(path: Path, as_json: bool, config: Path | None, adapter: str | None, **options: Any) -> None:
-    """Show what a bundle (./tfm_bundle) holds, or what a checkpoint tells and what it does not.
+    """Show the contents of a bundle (./tfm_bundle), or which settings a checkpoint contains and which it lacks.
 
-    Of a bundle: its model, limits, variants, files, golden inputs and tools; every file is compared with the hash in
-    its manifest. Of a checkpoint: whose it is, what was found in it, what is missing and how to say it.
+    For a bundle: its model, limits, variants, files, golden inputs and tools; every file is compared with the hash in
+    the manifest. For a checkpoint: the library that wrote it, the settings found in it, and the missing settings with
+    the options that give them.
 
     \b
     Example:

@@ -30,21 +30,23 @@ from tfm_export.extras import require, require_onnxruntime
 @click.option(
     "--inputs",
     type=click.File(encoding="utf-8"),
-    help="Real source texts, one a line, to verify with and keep as golden inputs; without them they are random ids. "
-    "For a model without a tokenizer, lines of ids, separated by spaces.",
+    help="Real source texts, one per line, to verify with and to store as golden inputs; by default these are random "
+    "ids. For a model without a tokenizer: ids separated by spaces, one source per line.",
 )
 @click.option("--max-source-length", type=click.IntRange(min=1), help="Longest source in tokens, end token included.")
 @click.option("--max-target-length", type=click.IntRange(min=1), help="Longest target in tokens, end token included.")
-@click.option("--attention", is_flag=True, help="Also write the graph that gives attention weights (run --attention).")
+@click.option(
+    "--attention", is_flag=True, help="Also write the graph that returns attention weights (run --attention)."
+)
 @click.option(
     "--attention-layer",
     type=int,
-    help="The decoder layer whose cross-attention --attention gives; negative counts from the last.  [default: -1]",
+    help="The decoder layer whose cross-attention --attention returns; -1 is the last.  [default: -1]",
 )
 @click.option(
     "--generate",
     is_flag=True,
-    help="Also write generate.onnx: the whole greedy decode in one call, for any language (see generate-graph).",
+    help="Also write generate.onnx: the whole greedy decoding in one call, for any language (see generate-graph).",
 )
 @click.option("--no-verify", is_flag=True, help="Do not compare with PyTorch.")
 @checkpoint_options
@@ -69,14 +71,14 @@ def command(
 ) -> None:
     """Export CHECKPOINT to a bundle: an encoder graph and a decoder-step graph with a cache, verified against PyTorch.
 
-    CHECKPOINT is a file of weights, or a folder with config.json. What it does not say of itself is asked for by name;
-    see docs/checkpoints.md.
+    CHECKPOINT is a file of weights, or a folder with config.json. If it lacks settings, the error names the options
+    that give them; see docs/checkpoints.md.
 
     \b
     Example:
       tfm-export onnx checkpoint.pt --inputs lines.txt -o tfm_bundle
 
-    Ends with exit code 3, and leaves no bundle, if the graphs do not give what PyTorch gives.
+    Ends with exit code 3, and writes no bundle, if the results of the graphs differ from PyTorch's.
     """
     if attention_layer is not None and not attention:
         raise click.UsageError("--attention-layer has no effect without --attention")

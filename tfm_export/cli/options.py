@@ -13,28 +13,28 @@ bundle_argument = click.argument(
 )
 """The bundle to work on: `bundle: Path`, ./tfm_bundle if none is given."""
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text for people.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of human-readable text.")
 """`as_json: bool`."""
 
-force_option = click.option("--force", is_flag=True, help="Replace what is there.")
+force_option = click.option("--force", is_flag=True, help="Replace existing output.")
 """`force: bool`."""
 
 threads_option = click.option(
-    "--threads", type=click.IntRange(min=1), help="Threads to compute with.  [default: the CPUs this process may use]"
+    "--threads", type=click.IntRange(min=1), help="Number of threads.  [default: the CPUs this process may use]"
 )
 """`threads: int | None`; None leaves the number to the runtime."""
 
 variant_option = click.option(
     "--variant",
-    help="The precision, one of those that inspect shows; auto for the fastest that was made for a CPU.  [default: "
+    help="The precision, one of those that inspect lists; auto is the fastest that was made for a CPU.  [default: "
     "fp32, or that of the TensorRT engine]",
 )
 """`variant: str | None`."""
 
 draft_option = click.option(
     "--draft",
-    help="Another precision, which guesses the next tokens of greedy search and sampling: the same output sooner, for "
-    "up to 4 texts at once on a CPU.  [default: none]",
+    help="Another precision, which guesses the next tokens in greedy search and sampling: the same output in less "
+    "time, for up to 4 texts at once on a CPU.  [default: none]",
 )
 """`draft: str | None`."""
 
@@ -43,7 +43,7 @@ backend_option = click.option(
     type=click.Choice(["auto", "onnxruntime", "tensorrt"]),
     default="auto",
     show_default=True,
-    help="What to decode with; auto takes a TensorRT engine that runs here, else ONNX Runtime.",
+    help="The backend that decodes; auto uses a TensorRT engine if one runs here, else ONNX Runtime.",
 )
 """`backend: Backend`."""
 

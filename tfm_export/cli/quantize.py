@@ -42,53 +42,56 @@ def precision_options(command: Any) -> Any:
     "--for",
     "target",
     type=click.Choice(["cpu", "tensorrt"]),
-    help="What will run it: this machine's CPU, where it must be faster than fp32, or TensorRT.  "
+    help="What will run the variant: this machine's CPU, where it must be faster than fp32, or TensorRT.  "
     "[default: cpu for w8, w4 and int8, tensorrt for fp16, bf16 and fp8]",
 )
 @click.option(
     "--calibration",
     type=click.File(encoding="utf-8"),
-    help="Real source texts, one a line, to calibrate on; lines of ids, where the bundle has no tokenizer.  "
+    help="Real source texts, one per line, to calibrate on; lines of ids if the bundle has no tokenizer.  "
     "[default: the bundle's golden inputs]",
 )
 @click.option(
     "--int8-encoder",
     is_flag=True,
-    help="w8, w4: an encoder that computes in int8, which is faster for long sources, and calibrated like int8.",
+    help="For w8 and w4: make an encoder that computes in int8. It is faster for long sources; it is calibrated like "
+    "int8.",
 )
 @click.option(
     "--method",
     type=click.Choice(METHODS),
-    help="int8, fp8, --int8-encoder: where activations are clipped.  [default: percentile for int8, max for fp8]",
+    help="For int8, fp8 and --int8-encoder: how the clipping of activations is chosen.  [default: percentile for int8, "
+    "max for fp8]",
 )
 @click.option(
     "--dev",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Lines of source<TAB>reference to judge the metric on; a source on several lines has several references.",
+    help="Lines of source<TAB>reference to compute the metric on; a source on several lines has several references.",
 )
 @click.option(
     "--metric",
     type=click.Choice(METRICS),
-    help="How targets are held to the references of --dev: equal to one, word or phone errors, BLEU, chrF.  "
+    help="How targets are compared with the references of --dev: equal to one, word or phone errors, BLEU, chrF.  "
     "[default: exact]",
 )
 @click.option("--max-loss", type=float, help="Points the metric may lose.  [default: the precision's, see docs]")
 @click.option(
     "--min-agreement",
     type=click.FloatRange(0, 1),
-    help="Share of generations that must stay those of fp32.  [default: the precision's, see docs]",
+    help="Share of generations that must be equal to those of fp32.  [default: the precision's, see docs]",
 )
 @click.option(
     "--skip",
     multiple=True,
     metavar="PATTERN",
-    help="Layers to keep in fp32, such as decoder_step/projection or '*/layers.0.*'; may be given again.",
+    help="Layers to keep in fp32, such as decoder_step/projection or '*/layers.0.*'; can be repeated.",
 )
 @click.option("--no-embeddings", is_flag=True, help="Keep the embedding tables in fp32.")
 @click.option(
     "--reduced-range/--full-range",
     default=None,
-    help="int8, --int8-encoder: weights of 7 bits, for CPUs without VNNI.  [default: what this CPU needs]",
+    help="For int8 and --int8-encoder: 7-bit weights, for CPUs without VNNI, or 8-bit weights.  [default: what this "
+    "CPU needs]",
 )
 @click.option("--keep", is_flag=True, help="Add the variant even if it is not faster than fp32 here.")
 @force_option
@@ -115,8 +118,9 @@ def command(
 ) -> None:
     """Add a precision variant to BUNDLE (./tfm_bundle), made from its fp32 graphs; PyTorch is not needed.
 
-    Nothing is added unless its generations are those of fp32 often enough, the metric of --dev holds, and, for a CPU,
-    it is faster than fp32 on this machine. Layers that cost too much quality are found by measurement and kept in fp32.
+    The variant is added only if enough of its generations are equal to those of fp32, if the metric of --dev loses no
+    more than --max-loss, and, for a CPU, if it is faster than fp32 on this machine. Layers that cost too much quality
+    are found by measurement and kept in fp32.
 
     \b
     Example:

@@ -41,17 +41,21 @@ JSON_ONLY = ("return_attention", "return_logits_vocab", "return_scores")  # ther
 
 @click.command("run")
 @click.argument("arguments", metavar="[BUNDLE] [TEXT]...", nargs=-1)
-@click.option("--bundle", type=click.Path(path_type=Path), help="The bundle; then every argument is a text.")
-@click.option("--inputs", "input_file", type=click.File("rb"), help="The file of texts, one a line.  [default: stdin]")
+@click.option(
+    "--bundle", type=click.Path(path_type=Path), help="The bundle; with this option, every argument is a text."
+)
+@click.option(
+    "--inputs", "input_file", type=click.File("rb"), help="The file of texts, one per line.  [default: stdin]"
+)
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The file to write. It appears once it is whole; until then, and if the work is cut short, what is done is "
-    "in FILE.partial.  [default: stdout]",
+    help="The file to write. It appears when it is complete; until then, and if the command is interrupted, the output "
+    "so far is in FILE.partial.  [default: stdout]",
 )
 @force_option
-@click.option("--ids", is_flag=True, help="Numbers in, numbers out: texts and targets are ids, separated by spaces.")
+@click.option("--ids", is_flag=True, help="Texts and targets are ids, separated by spaces.")
 @click.option(
     "--long-source",
     type=click.Choice(["refuse", "truncate"]),
@@ -63,14 +67,14 @@ JSON_ONLY = ("return_attention", "return_logits_vocab", "return_scores")  # ther
 @click.option(
     "--deadline",
     type=click.FloatRange(min=0),
-    help="Seconds after which a text gives what it has. They count for each from its joining a batch: the time in "
-    "which it waits for other texts does not.",
+    help="Seconds after which the search for a text ends with the result so far. They count from the moment when the "
+    "text joins a batch, without the time that it waits for other texts.",
 )
 @click.option(
     "--attention",
     "picture",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw what each token of one TEXT's target attends to, as .png, .svg or .pdf. Needs the extra plot.",
+    help="Draw the attention weights of each target token of one TEXT, as .png, .svg or .pdf. Needs the extra plot.",
 )
 @decoding_options
 @backend_option
@@ -81,8 +85,8 @@ JSON_ONLY = ("return_attention", "return_logits_vocab", "return_scores")  # ther
 @click.option(
     "--workers",
     type=click.IntRange(1, MOST_THREADS),
-    help="Batches decoded at once, each with --threads threads.  [default: for files on a CPU, one for each CPU, with "
-    "a thread each; otherwise 1]",
+    help="Batches decoded at once, each with --threads threads.  [default: for files on a CPU, one per CPU, with one "
+    "thread each; otherwise 1]",
 )
 @json_option
 @click.pass_context
@@ -108,12 +112,12 @@ def command(
     as_json: bool,
     **decoding: Any,
 ) -> None:
-    """Decode TEXTs, or the lines of a file or of standard input, and print what comes out, a line each, in order.
+    """Decode TEXTs, or the lines of a file or of standard input, and print the results in order, one per line.
 
-    The first argument is the BUNDLE if it is a folder that holds one; otherwise it is a text like the others and
-    ./tfm_bundle is the bundle. A line that cannot be decoded is reported on standard error with its number, the others
-    are printed all the same, and the exit code is 1. Files may be of any size. With several hypotheses a line has the
-    number of its text, its score and its text, separated by tabs.
+    The first argument is the BUNDLE if it is a folder with a bundle; otherwise it is a text like the others, and
+    ./tfm_bundle is the bundle. A line that cannot be decoded is reported on standard error with its number; the other
+    lines are still printed, and the exit code is 1. Files may be of any size. With several hypotheses, each line of
+    output has the number of the source text, the score and the target text, separated by tabs.
 
     \b
     Example:

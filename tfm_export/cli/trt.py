@@ -57,31 +57,33 @@ class Numbers(click.ParamType[tuple[int, ...]]):
 @click.option(
     "--compute",
     type=click.Choice(FLOATS_16_BIT),
-    help="What a quantised variant computes in where nothing is quantised.  [default: fp16]",
+    help="The type in which layers of a quantised variant compute that are not quantised.  [default: fp16]",
 )
 @click.option(
     "--flavor",
     type=click.Choice(["auto", *FLAVORS]),
     default="auto",
     show_default=True,
-    help="The library: tensorrt builds on the GPU that the engine is for; rtx builds without one, for several. auto "
-    "takes tensorrt where it and a GPU are there.",
+    help="The library: tensorrt builds on the GPU that the engine is for; rtx builds without a GPU, for several GPUs. "
+    "auto uses tensorrt if it and a GPU are usable, else rtx.",
 )
 @click.option(
     "--compute-capability",
     metavar="LIST",
-    help="What GPUs to build for, such as 80,86,89,120, all in one engine.  [default: rtx: those four, as far as the "
-    "precision runs on them; tensorrt: the GPU here]",
+    help="The GPUs to build for, such as 80,86,89,120, all in one engine.  [default: rtx: those of these four that "
+    "support the precision; tensorrt: the GPU of this machine]",
 )
 @click.option(
     "--max-batch-size",
     type=click.IntRange(min=1),
     default=DEFAULT_BATCH,
     show_default=True,
-    help="The most sentences at once.",
+    help="The largest batch, in sentences.",
 )
 @click.option(
-    "--max-beam-size", type=click.IntRange(min=1), help="The most beams.  [default: 4, or the bundle's own if larger]"
+    "--max-beam-size",
+    type=click.IntRange(min=1),
+    help="The largest number of beams.  [default: 4, or the bundle's own if larger]",
 )
 @click.option(
     "--max-source-length", type=click.IntRange(min=1), help="Longest source in tokens.  [default: the bundle's limit]"
@@ -94,18 +96,20 @@ class Numbers(click.ParamType[tuple[int, ...]]):
     type=Numbers(),
     metavar="LIST",
     default=(),
-    help="Slots a sentence, such as 64,256: a decoder plan over so many, for shorter targets or fewer beams, beside "
-    "the one for all. Each has the decoder's weights to itself.",
+    help="Cache slots per sentence, such as 64,256: also build a decoder plan for each of these capacities, for "
+    "shorter targets or fewer beams. Each plan has its own copy of the decoder's weights.",
 )
-@click.option("--name", help="Of the engine.  [default: the precision and the flavour]")
-@click.option("--builder-optimization-level", type=click.IntRange(0, 5), help="How long to look for kernels: tensorrt.")
+@click.option("--name", help="The name of the engine.  [default: the precision and the flavour]")
+@click.option(
+    "--builder-optimization-level", type=click.IntRange(0, 5), help="How long to search for kernels; tensorrt only."
+)
 @click.option(
     "--timing-cache",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="A file that keeps what was timed, so that the next build is quicker: tensorrt.",
+    help="A file that stores the timings of kernels, so that the next build is faster; tensorrt only.",
 )
 @click.option(
-    "--workspace", type=click.IntRange(min=1), metavar="MB", help="The most memory that a layer may use for itself."
+    "--workspace", type=click.IntRange(min=1), metavar="MB", help="The most temporary memory that a layer may use."
 )
 @click.option("--no-verify", is_flag=True, help="Do not decode with the compiled graphs on the CPU.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be built, and how much memory it would take.")
@@ -133,9 +137,9 @@ def command(
     as_json: bool,
     **precisions: bool,
 ) -> None:
-    """Build a TensorRT engine from a variant of BUNDLE (./tfm_bundle), prove that it is what was asked for, and add it.
+    """Build a TensorRT engine from a variant of BUNDLE (./tfm_bundle), check it, and add it to the bundle.
 
-    The variant is made first where the bundle lacks it. No GPU is needed with TensorRT-RTX.
+    If the bundle lacks the variant, it is made first. TensorRT-RTX needs no GPU to build.
 
     \b
     Example:
@@ -143,9 +147,9 @@ def command(
       tfm-export trt my_bundle --int8 --flavor rtx --compute-capability 86,89 --capacity 64
       tfm-export trt my_bundle --w8 --dry-run
 
-    Proven is: every matrix product and attention in the asked type, every cache updated in place, attention fused, the
-    plan's weights as large as they should be; and that the very graphs that were compiled give PyTorch's tokens on a
-    CPU. Ends with exit code 3, and adds nothing, if they do not.
+    The checks: every matrix product and attention has the requested type, every cache is updated in place, attention
+    is fused, the plan's weights have the expected size, and the compiled graphs give PyTorch's tokens on a CPU. Ends
+    with exit code 3, and adds nothing, if a check fails.
     """
     chosen = [variant for variant, wanted in precisions.items() if wanted] or [DEFAULT_VARIANT]
     if len(chosen) > 1:

@@ -22,12 +22,12 @@ from tfm_export.runtime.cpu.saturation import generate_graph_problem, saturation
 @click.option(
     "--checkpoint",
     type=click.Path(path_type=Path),
-    help="The checkpoint the bundle was made from: compares every tensor step by step too. Needs torch.",
+    help="The checkpoint that the bundle was made from: also compare every tensor, step by step. Needs torch.",
 )
 @click.option(
     "--gpu",
     type=click.IntRange(min=0),
-    help="The number of a GPU: judge all that runs there, engines and ONNX graphs, instead of the graphs on the CPU.",
+    help="The number of a GPU: verify the engines and ONNX graphs that run on it, instead of the graphs on the CPU.",
 )
 @adapter_option
 @threads_option
@@ -47,7 +47,7 @@ def command(
       tfm-export verify tfm_bundle --checkpoint checkpoint.pt
       tfm-export verify tfm_bundle --gpu 0
 
-    Ends with exit code 3 if the bundle does not give what PyTorch gives.
+    Ends with exit code 3 if the results of the bundle differ from PyTorch's.
     """
     if adapter is not None and checkpoint is None:
         raise click.UsageError("--adapter has no effect without --checkpoint")
