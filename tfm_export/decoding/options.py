@@ -146,8 +146,8 @@ class DecodeOptions:
     def __post_init__(self) -> None:
         if problems := [*_wrong_types(self)] or [*_out_of_range(self), *_contradictions(self)]:
             raise RequestError(problems)
-        for name in ("target_prefix", "start_tokens"):
-            if (value := getattr(self, name)) is not None:
+        for name in ("target_prefix", "start_tokens", "end_token"):
+            if (value := getattr(self, name)) is not None and not isinstance(value, numbers.Integral):
                 object.__setattr__(self, name, tuple(value))
         object.__setattr__(self, "suppress_sequences", tuple(tuple(sequence) for sequence in self.suppress_sequences))
 
@@ -175,6 +175,15 @@ class DecodeOptions:
     def samples(self) -> bool:
         """Whether tokens are drawn."""
         return self.sampling_topk != 1 and self.sampling_temperature != 0
+
+    @property
+    def batch_shape(self) -> tuple[int, int, str, int]:
+        """What requests have in common that are decoded in one batch; all other options may be each one's own.
+
+        beam_size, max_batch_size, batch_type, and, where attention is kept, how many tokens the decoder starts from.
+        """
+        start = len(self.start_tokens or [0]) if self.needs_attention else 0
+        return self.beam_size, self.max_batch_size, self.batch_type, start
 
     @property
     def attention_options(self) -> list[str]:

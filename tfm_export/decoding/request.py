@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from numpy.random import Generator
 
@@ -16,6 +16,9 @@ from tfm_export.decoding.constraints import Constraint
 from tfm_export.decoding.result import Hypothesis, Reason
 from tfm_export.errors import RequestError
 from tfm_export.runtime.step_model import Floats
+
+if TYPE_CHECKING:
+    from tfm_export.decoding.search import Search
 
 
 class Cancellation(Protocol):
@@ -97,6 +100,7 @@ class RequestState:
 
     Attributes:
         number: the session's own, in the order in which requests were added.
+        search: what chooses its tokens.
         request: as it came.
         forced: the tokens that the target begins with.
         wished: the tokens that prefix_bias_beta draws it to.
@@ -114,6 +118,7 @@ class RequestState:
     """
 
     number: int
+    search: Search
     request: Request
     forced: tuple[int, ...]
     wished: tuple[int, ...]

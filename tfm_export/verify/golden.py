@@ -247,7 +247,7 @@ def _compare_with_alone(
     for index, (one, expected, tokens) in enumerate(zip(golden, alone, found, strict=True)):
         step = _first_difference(expected.tokens, tokens.tokens)
         if step is not None:
-            margin = abs(expected.score - tokens.score)
+            margin = abs(expected.rank - tokens.rank)
             divergences.append(_divergence(index, one, step, expected.tokens, tokens.tokens, margin))
     return GenerationComparison(
         name=name,
@@ -266,7 +266,7 @@ def _beam_difference(length_penalty: float, index: int, golden: Golden, found: H
     if step is None:
         return None
     length = max(len(golden.beam.tokens), len(found.tokens), 1)
-    margin = abs(golden.beam.score - found.score) * length ** (length_penalty - 1)
+    margin = abs(golden.beam.score - found.rank) * length ** (length_penalty - 1)
     return _divergence(index, golden, step, golden.beam.tokens, found.tokens, min(margin, golden.beam.margin))
 
 
