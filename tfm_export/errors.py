@@ -55,6 +55,26 @@ class RequestError(TfmExportError):
     """An input or an option that the model cannot serve."""
 
 
+class ModelClosed(RequestError):
+    """A model takes no requests any more, or was closed before this one was decoded."""
+
+
+class Overloaded(TfmExportError):
+    """So many requests wait for a model that it takes no more.
+
+    Args:
+        problem: what is wrong.
+        retry_after: seconds after which there will probably be room.
+
+    Attributes:
+        retry_after: as above.
+    """
+
+    def __init__(self, problem: str, *, retry_after: float) -> None:
+        super().__init__(problem, f"again in {retry_after:.1f} s, or a larger max_waiting")
+        self.retry_after = retry_after
+
+
 class BackendUnavailable(TfmExportError):
     """A library, a driver or a device that was asked for is not there."""
 

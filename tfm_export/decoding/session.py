@@ -56,6 +56,7 @@ class DecodingSession:
     Attributes:
         pending: requests that have no answer yet.
         refill_at: the part of a batch that must be free before requests join those under way.
+        mixes_lengths: sources join a batch of much longer ones, which they are padded to; they do not wait for its end.
 
     Raises:
         RequestError: the model cannot serve these options.
@@ -65,12 +66,13 @@ class DecodingSession:
         self._model, self._options, self._special = model, options, special
         self._searches: dict[DecodeOptions, Search] = {}
         self._search = self._search_for(options)
+        self._latest = options, self._search
         context = self._search.context
         attention = AttentionHistory(len(context.start) - 1) if options.needs_attention else None
         self._batch = Batch(model, options.beam_size, context.slots, attention)
         self._waiting = WaitingRequests[RequestState]()
         self._added, self._closed, self.pending = 0, False, 0
-        self.refill_at = model.capabilities.refill_at
+        self.refill_at, self.mixes_lengths = model.capabilities.refill_at, False
 
     def add(self, request: Request, options: DecodeOptions | None = None) -> int:
         """Have a request wait for a place in the batch.
@@ -88,7 +90,9 @@ class DecodingSession:
         """
         if self._closed:
             raise RequestError("the decoding session is closed", "another DecodingSession")
-        search = self._search if options is None else self._search_for(options)
+        if options is not None and options is not self._latest[0]:
+            self._latest = options, self._search_for(options)
+        search = self._search if options is None else self._latest[1]
         context, o = search.context, search.context.options
         self._batch.allow(context.slots)
         begin = o.begin(request.target_prefix)
@@ -114,8 +118,11 @@ class DecodingSession:
     def has_room(self, source_length: int) -> bool:
         """Whether another source of so many tokens could join the batch now, were nobody before it."""
         batch, size = self._batch, self.pending
-        length = batch.source_length if batch.live else 0
-        return self._fits(size + 1, max(length, source_length)) and source_length * 2 >= length
+        if not batch.live:
+            return self._fits(size + 1, source_length)
+        if self._free < self.refill_at * self._options.max_batch_size or self._is_short(source_length):
+            return False
+        return self._fits(size + 1, max(batch.source_length, source_length))
 
     def step(self, interrupted: Callable[[], bool] | None = None) -> Answers:
         """Run a step, or several where nobody waits for single tokens, unless requests are given up first.
@@ -207,18 +214,17 @@ class DecodingSession:
         batch, size = self._batch, len(self._batch.live)
         if size == self.pending or (size and self._free < self.refill_at * self._options.max_batch_size):
             return []
-        length = batch_length = batch.source_length if size else 0
+        length = batch.source_length if size else 0
         joining: list[RequestState] = []
         answers: Answers = []
         while self._waiting:
             state = self._waiting.first
             longest = max(length, len(state.request.source))
-            # Much shorter sources would be padded to the batch's length: they wait for a batch of their own.
-            if not self._fits(size + len(joining) + 1, longest) or len(state.request.source) * 2 < batch_length:
+            if not self._fits(size + len(joining) + 1, longest) or (size and self._is_short(len(state.request.source))):
                 break
             self._waiting.take().begin()
             if reason := state.given_up():
-                answers.append((state.number, self._unbegun(state, reason)))
+                answers.append((state.number, unbegun(state.request, state.search.context.options, reason)))
             else:
                 joining.append(state)
                 length = longest
@@ -232,24 +238,14 @@ class DecodingSession:
         each = self._batch.source_length if self._options.batch_type == "tokens" else 1
         return self._options.max_batch_size - len(self._batch.live) * each
 
+    def _is_short(self, length: int) -> bool:
+        """Whether a source would mostly be padding, and waits for a batch of its own unless lengths are mixed."""
+        return not self.mixes_lengths and length * 2 < self._batch.source_length
+
     def _fits(self, size: int, length: int) -> bool:
         """Whether there may be so many sources, padded to this length; one alone may always be."""
         needed = size * length if self._options.batch_type == "tokens" else size
         return size == 1 or needed <= self._options.max_batch_size
-
-    def _unbegun(self, state: RequestState, reason: Reason) -> Result:
-        """The answer to a request that was given up before it joined the batch: what was forced."""
-        tokens, attends = [*state.forced], state.search.context.options.needs_attention
-        shape = len(tokens), len(state.request.source)
-        nothing = Hypothesis(
-            tokens=tokens,
-            score=None,
-            log_probs=[0.0] * len(tokens),
-            finished=False,
-            attention=np.zeros(shape, np.float32) if attends else None,
-        )
-        self._tell(state, nothing.tokens, [0.0] * len(tokens))
-        return self._result(state, [nothing], reason)
 
     # A step.
 
@@ -311,6 +307,22 @@ class DecodingSession:
             hypotheses = [replace(hypothesis, attention=None) for hypothesis in hypotheses]
         costs = Statistics(steps=state.steps, seconds=seconds, cache_bytes=self._batch.cache_bytes)
         return Result(hypotheses=hypotheses, statistics=costs, reason=reason)
+
+
+def unbegun(request: Request, options: DecodeOptions, reason: Reason) -> Result:
+    """The answer to a request that was given up before it joined a batch: what was forced; it is told of that."""
+    tokens = [] if options.prefix_bias_beta else [*options.begin(request.target_prefix)]
+    log_probs, shape = [0.0] * len(tokens), (len(tokens), len(request.source))
+    if tokens and request.on_tokens is not None:
+        request.on_tokens([SettledToken(token, 0.0) for token in tokens])
+    nothing = Hypothesis(
+        tokens=tokens,
+        score=None,
+        log_probs=log_probs if options.return_scores else None,
+        finished=False,
+        attention=np.zeros(shape, np.float32) if options.return_attention or options.replace_unknowns else None,
+    )
+    return Result(hypotheses=[nothing], statistics=Statistics(steps=0, seconds=0.0, cache_bytes=0), reason=reason)
 
 
 def decode(model: StepModel, requests: Sequence[Request], options: DecodeOptions, special: SpecialIds) -> list[Result]:

@@ -43,6 +43,9 @@ class WaitingRequests(Generic[ItemT]):
     def __len__(self) -> int:
         return len(self._there)
 
+    def __contains__(self, item: object) -> bool:
+        return item in self._there
+
     def __iter__(self) -> Iterator[ItemT]:
         return iter(tuple(self._there))
 

@@ -104,14 +104,15 @@ class Call:
         long_source: what to do with sources that are too long.
         deadline: seconds after which a source gives what it has; they count from its joining a batch.
         cancelled: asked before every step, beside a source's own.
-        waited: seconds that the call has waited for a thread; they are taken off deadlines.
+        admitted: when the call came, on the clock of `time.perf_counter`: deadlines count from then; None lets them
+            count from when each source joins a batch.
     """
 
     options: DecodeOptions
     long_source: LongSource = "refuse"
     deadline: float | None = None
     cancelled: Cancellation | None = None
-    waited: float = 0.0
+    admitted: float | None = None
 
     def __post_init__(self) -> None:
         check_ending(self.deadline, self.cancelled)
@@ -210,8 +211,8 @@ class SourceReader:
         own: dict[str, Any] = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name != "text"}
         if own["deadline"] is None:
             own["deadline"] = call.deadline
-        if own["deadline"] is not None and asked.admitted is None:
-            own["deadline"] -= call.waited
+        if asked.admitted is None:
+            own["admitted"] = call.admitted
         if call.cancelled is not None:
             own["cancelled"] = Either(asked.cancelled, call.cancelled) if asked.cancelled else call.cancelled
         fitting = self.cut(ids, call.long_source)
