@@ -13,6 +13,7 @@ from torch import Tensor
 from reference_model import TransformerConfig
 from tfm_export.bundle import GenerationDefaults, SpecialIds
 from tfm_export.checkpoints.adapter import AdapterConfig
+from tfm_export.checkpoints.answers import answered
 from tfm_export.checkpoints.key_map import KeyMap, refuse
 from tfm_export.checkpoints.settings import SETTINGS, how_to_say
 from tfm_export.checkpoints.source_model import SourceModel
@@ -174,7 +175,12 @@ class PartialCheckpoint:
             settings=dict(self.settings),
             training=self.training,
             notes=[*self.notes, *self.keys.notes()],
+            answers=self.answers(tokenizer),
         )
+
+    def answers(self, tokenizer: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
+        """What rests on an answer alone; a tokenizer of Hugging Face puts around sources what it has learnt to."""
+        return answered(self.facts, self.settings, GIVEN, wraps="huggingface.json" not in tokenizer)
 
     def question(self, name: str) -> str:
         """What is asked for, with what is known of it."""
