@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EPSILONS = (1e-5, 1e-6, 1e-12, 1e-3)
 SMALL_IDS = 10  # special ids are the first of a vocabulary, nearly always
 # Of what is given: what changes how texts become ids, and which weights are taken. The file is read again for these.
-READ_AGAIN = ("keys", "lowercase", "source_split", "target_split")
+READ_AGAIN = ("weights", "keys", "lowercase", "source_split", "target_split")
 WRAPPING = ("source_starts_with_bos", "source_ends_with_eos")
 SPECIAL = ("pad", "bos", "eos", "unk")
 # Answers of another kind: they say how to decode, how long texts may be, or what tokens are called.
@@ -44,7 +44,7 @@ def answered(
         for name, fact in facts.items()
         if fact.origin == given or "default" in fact.origin
     }
-    found |= {name: {"value": settings[name], "origin": given} for name in READ_AGAIN if name in settings}
+    found |= {name: {"value": settings[name], "origin": given} for name in READ_AGAIN[1:] if name in settings}
     if wraps:
         found |= {name: {"value": False, "origin": "the default"} for name in WRAPPING if name not in facts}
     order = {name: place for place, name in enumerate(SETTINGS)}
@@ -52,17 +52,17 @@ def answered(
 
 
 def alternatives(
-    name: str, value: Any, config: TransformerConfig | AdapterConfig, special: SpecialIds
+    name: str, answer: Mapping[str, Any], config: TransformerConfig | AdapterConfig, special: SpecialIds
 ) -> Iterator[Any]:
     """Other values that an answer could have had; whoever takes one finds out whether the file allows it.
 
     Args:
         name: of the setting.
-        value: what was answered.
+        answer: what was answered, as `answered` tells it.
         config: the model's.
         special: the model's special ids.
     """
-    others: list[Any] = []
+    value, others = answer["value"], [*answer.get("others", ())]
     if name == "heads" and isinstance(config, TransformerConfig):
         others = [n for n in range(1, config.d_model + 1) if config.d_model % n == 0]
     elif name == "layer_norm_epsilon":

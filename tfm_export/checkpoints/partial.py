@@ -54,6 +54,8 @@ class PartialCheckpoint:
         files: those of a folder, by name.
         hint: what to try where something does not fit.
         training: what the checkpoint says about its making.
+        place: where in the file the weights were.
+        other_places: where there are weights, too.
     """
 
     path: Path
@@ -69,6 +71,8 @@ class PartialCheckpoint:
     training: dict[str, Any] = field(default_factory=dict)
     dictionary: str = "lines"
     files: Mapping[str, Path] = field(default_factory=dict)
+    place: str = ""
+    other_places: tuple[str, ...] = ()
     hint: str = "docs/checkpoints.md tells what is supported, and how to say more"
 
     def infer(self, name: str, value: Any, origin: str) -> Any:
@@ -180,7 +184,11 @@ class PartialCheckpoint:
 
     def answers(self, tokenizer: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
         """What rests on an answer alone; a tokenizer of Hugging Face puts around sources what it has learnt to."""
-        return answered(self.facts, self.settings, GIVEN, wraps="huggingface.json" not in tokenizer)
+        found = answered(self.facts, self.settings, GIVEN, wraps="huggingface.json" not in tokenizer)
+        if self.other_places:
+            origin = GIVEN if "weights" in self.settings else "the default: the first usual place"
+            found["weights"] = {"value": self.place, "origin": origin, "others": [*self.other_places]}
+        return found
 
     def question(self, name: str) -> str:
         """What is asked for, with what is known of it."""

@@ -259,6 +259,8 @@ def _json_pair(number: int, line: str, places: list[int]) -> Expectation:
     if any(isinstance(n, bool) or not isinstance(n, int | Decimal) for n in numbers):
         problems.append('"log_probs" must be the numbers of the tokens, or one number, their sum')
     options, wrong = _options(state.get("options", {}))
+    if numbers and "start_tokens" in options:
+        problems.append('"log_probs" are those after the model\'s start token: they exclude "start_tokens"')
     if problems := [*problems, *wrong]:
         raise RequestError(problems)
     places += [int(n.as_tuple().exponent) for n in numbers if isinstance(n, Decimal)]
@@ -314,6 +316,8 @@ def compare_expectations(
         needed: the share that must come out as expected.
     """
     found = dict(_decoded(read, expectations.pairs))
+    known = [p for p in expectations.pairs if log_probs and (p.log_probs or p.total is not None)]
+    likely = {pair.number: row for pair, row in zip(known, expected_log_probs(read, known), strict=True)}
     mismatches, ties, compared = list[Mismatch](), list[Mismatch](), 0
     for pair in expectations.pairs:
         hypothesis = found[pair.number]
@@ -322,9 +326,9 @@ def compare_expectations(
             if isinstance(hypothesis, str)
             else _difference(read, pair, hypothesis)
         )
-        if mismatch is None and log_probs and (pair.log_probs or pair.total is not None):
+        if mismatch is None and (row := likely.get(pair.number)):
             compared += 1
-            mismatch = _log_prob_difference(read, pair, limit + expectations.resolution / 2)
+            mismatch = _log_prob_difference(pair, row, limit + expectations.resolution / 2)
         if mismatch is not None:
             (ties if mismatch.margin <= 2 * limit else mismatches).append(mismatch)
     return ExpectedComparison(
@@ -423,10 +427,8 @@ def _margin(read: ReadModel, pair: Expectation, expected: list[int], found: list
     return abs(there[-1] - here[-1])
 
 
-def _log_prob_difference(read: ReadModel, pair: Expectation, limit: float) -> Mismatch | None:
+def _log_prob_difference(pair: Expectation, found: Sequence[float], limit: float) -> Mismatch | None:
     """The log-probability that is farthest from the expected one, if it is too far."""
-    (found,) = expected_log_probs(read, [pair])
-    assert found is not None
     source = _source_text(pair)
     if pair.total is not None:
         if abs(sum(found) - pair.total) <= limit * len(found):

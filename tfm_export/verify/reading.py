@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -185,7 +186,8 @@ def reading_error(
     right = [other for other in search.best if other.right == found.count]
     problems += [
         f"with {other.to_type()} instead, {other.right} of {found.count} come out as expected "
-        f"(log-probability of an expected token {other.log_prob:.4f}; as read {search.log_prob:.4f})"
+        f"(log-probability of an expected token {other.log_prob:.4f}"
+        + (f"; as read {search.log_prob:.4f})" if search.log_prob > -math.inf else ")")
         for other in right or search.best
     ]
     tried = f"{search.tried} other answers were tried, one and two at a time"

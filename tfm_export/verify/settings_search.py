@@ -270,7 +270,7 @@ def _spread(pairs: Sequence[Expectation], count: int) -> list[Expectation]:
 def _singles(source: SourceModel) -> Iterator[Changes]:
     """Each answer with each other value."""
     for name, answer in source.answers.items():
-        for value in alternatives(name, answer["value"], source.model.config, source.special_ids):
+        for value in alternatives(name, answer, source.model.config, source.special_ids):
             yield {name: value}
 
 
