@@ -20,6 +20,7 @@ from tfm_export.bundle import TOKENIZER, Bundle, Limits, Manifest, SpecialIds
 from tfm_export.checkpoints import SourceModel
 from tfm_export.checkpoints.answers import READ_AGAIN, alternatives, how_to_answer
 from tfm_export.checkpoints.key_map import assemble
+from tfm_export.checkpoints.settings import SETTINGS
 from tfm_export.errors import TfmExportError
 from tfm_export.progress import Progress
 from tfm_export.runtime.step_model import StepModel
@@ -60,7 +61,7 @@ class OtherAnswers:
 
     def to_type(self) -> str:
         """The options that give these answers."""
-        return " ".join(how_to_answer(name, value) for name, value in self.changes.items())
+        return " ".join(how_to_answer(name, self.changes[name]) for name in SETTINGS if name in self.changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,7 @@ class Readings:
         reread: Reread | None = None,
     ) -> None:
         self.source, self._limits, self._model, self._reread = source, limits, model, reread
+        self._models: dict[str, StepModel | None] = {}
         self._tokenizers: dict[tuple[int, SpecialIds], Tokenizer | None] = {}
         self.given = self._read(source, source.special_ids, model or self._torch(source.model))
 
@@ -111,14 +113,11 @@ class Readings:
         ids = replace(self.source.special_ids, **special)
         if not config:
             return self._read(self.source, ids, self.given.model)
-        if not isinstance(self.source.model, Transformer):
-            return None
-        try:
-            other = replace(self.source.model.config, **config)
-            model = assemble(other, self.source.model.state_dict())
-        except (ValueError, RuntimeError):  # no configuration, or not that of these weights
-            return None
-        return self._read(self.source, ids, self._torch(model))
+        key = repr(config)
+        model = self._models[key] if key in self._models else self._configured(config)
+        if len(config) == 1:  # comes again beside every other change
+            self._models[key] = model
+        return None if model is None else self._read(self.source, ids, model)
 
     def read_again(self, changes: Changes) -> ReadModel | None:
         """The same as if the user had typed it; None where the file does not allow it."""
@@ -129,6 +128,16 @@ class Readings:
         except TfmExportError:  # the reader says that these answers do not fit the file
             return None
         return self._read(source, source.special_ids, self._model or self._torch(source.model))
+
+    def _configured(self, changes: Changes) -> StepModel | None:
+        """The same weights under another configuration; None where there is none, or they are not its weights."""
+        given = self.source.model
+        if not isinstance(given, Transformer):
+            return None
+        try:
+            return self._torch(assemble(replace(given.config, **changes), given.state_dict()))
+        except (ValueError, RuntimeError):
+            return None
 
     def _torch(self, model: Any) -> StepModel:
         assert isinstance(model, Transformer), "an adapter decodes by its graphs"
@@ -295,7 +304,7 @@ def _key(read: ReadModel, pairs: Sequence[Expectation], changes: Changes) -> obj
         ids = [(tuple(read.source(pair)), tuple(read.target(pair))) for pair in pairs]
     except TfmExportError:
         return None
-    arithmetic = {name: value for name, value in changes.items() if name in CONFIG or name == "keys"}
+    arithmetic = {name: value for name, value in changes.items() if name in (*CONFIG, "weights", "keys")}
     return repr((sorted(arithmetic.items()), ids, read.special.bos, read.special.eos))
 
 
