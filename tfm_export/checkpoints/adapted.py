@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tfm_export.bundle import GenerationDefaults, SpecialIds
 from tfm_export.checkpoints.adapter import Adapter, AdapterConfig
+from tfm_export.checkpoints.answers import answered
 from tfm_export.checkpoints.files import read_contents
-from tfm_export.checkpoints.partial import DECODING, SPECIAL_IDS, value_problems
+from tfm_export.checkpoints.partial import DECODING, GIVEN, SPECIAL_IDS, Fact, value_problems
 from tfm_export.checkpoints.settings import SETTINGS, check_settings, how_to_say
 from tfm_export.checkpoints.source_model import SourceModel
 from tfm_export.checkpoints.vocabularies import given_vocabulary
@@ -79,6 +80,7 @@ def read_adapter(path: str | Path, factory: Factory, settings: Mapping[str, Any]
         tokenizer=given_vocabulary(path, given, config, "lines"),
         settings=given,
         notes=notes,
+        answers=answered({name: Fact(given[name], GIVEN) for name in SPECIAL_IDS if name in given}, given, GIVEN),
     )
 
 

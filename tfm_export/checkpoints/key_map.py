@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -178,22 +178,16 @@ class KeyMap:
         Weights that the file holds as float32 are not copied: they stay the file's, read when they are looked at.
         """
         with torch.device("meta"):
-            model = Transformer(config)
+            empty = Transformer(config).state_dict()
         cast: dict[int, Tensor] = {}
         state = {}
-        for name, weight in model.state_dict().items():
+        for name, weight in empty.items():
             if name in self.placed:
                 source = self.placed[name]
                 state[name] = cast.setdefault(id(source), source.detach().float().contiguous())
             else:
                 state[name] = torch.zeros(weight.shape)
-        model.load_state_dict(state, assign=True)
-        if config.tie_projection:
-            model.projection.weight = model.target_embedding.weight
-        for part in model.modules():
-            if isinstance(part, PositionalEncoding) and config.positions == "sinusoidal":
-                part.table = sinusoid_table(part.length, config.d_model)
-        return model.eval()
+        return assemble(config, state)
 
     def notes(self) -> list[str]:
         """What was cast and ignored, for people."""
@@ -206,6 +200,23 @@ class KeyMap:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             notes.append(f"not used, {reason}: {shown}")
         return notes
+
+
+def assemble(config: TransformerConfig, state: Mapping[str, Tensor]) -> Transformer:
+    """A model of weights that are there already, in evaluation mode; none of them is copied.
+
+    Raises:
+        RuntimeError: they are not those of the configuration.
+    """
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.load_state_dict(state, assign=True)
+    if config.tie_projection:
+        model.projection.weight = model.target_embedding.weight
+    for part in model.modules():
+        if isinstance(part, PositionalEncoding) and config.positions == "sinusoidal":
+            part.table = sinusoid_table(part.length, config.d_model)
+    return model.eval()
 
 
 def rows(start: int, stop: int | None) -> Callable[[Tensor], Tensor]:

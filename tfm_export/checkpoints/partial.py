@@ -13,6 +13,7 @@ from torch import Tensor
 from reference_model import TransformerConfig
 from tfm_export.bundle import GenerationDefaults, SpecialIds
 from tfm_export.checkpoints.adapter import AdapterConfig
+from tfm_export.checkpoints.answers import answered
 from tfm_export.checkpoints.key_map import KeyMap, refuse
 from tfm_export.checkpoints.settings import SETTINGS, how_to_say
 from tfm_export.checkpoints.source_model import SourceModel
@@ -53,6 +54,8 @@ class PartialCheckpoint:
         files: those of a folder, by name.
         hint: what to try where something does not fit.
         training: what the checkpoint says about its making.
+        place: where in the file the weights were.
+        other_places: where there are weights, too.
     """
 
     path: Path
@@ -68,6 +71,8 @@ class PartialCheckpoint:
     training: dict[str, Any] = field(default_factory=dict)
     dictionary: str = "lines"
     files: Mapping[str, Path] = field(default_factory=dict)
+    place: str = ""
+    other_places: tuple[str, ...] = ()
     hint: str = "docs/checkpoints.md tells what is supported, and how to say more"
 
     def infer(self, name: str, value: Any, origin: str) -> Any:
@@ -174,7 +179,16 @@ class PartialCheckpoint:
             settings=dict(self.settings),
             training=self.training,
             notes=[*self.notes, *self.keys.notes()],
+            answers=self.answers(tokenizer),
         )
+
+    def answers(self, tokenizer: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
+        """What rests on an answer alone; a tokenizer of Hugging Face puts around sources what it has learnt to."""
+        found = answered(self.facts, self.settings, GIVEN, wraps="huggingface.json" not in tokenizer)
+        if self.other_places:
+            origin = GIVEN if "weights" in self.settings else "the default: the first usual place"
+            found["weights"] = {"value": self.place, "origin": origin, "others": [*self.other_places]}
+        return found
 
     def question(self, name: str) -> str:
         """What is asked for, with what is known of it."""

@@ -53,6 +53,7 @@ def recognise_checkpoint(contents: Contents, settings: Mapping[str, Any]) -> Par
         found = reader(contents, weights, settings)
         if found is not None:
             found.notes[:0] = [*weights.notes, *_settings_beside(weights)]
+            found.place, found.other_places = weights.place, weights.others
             return found
     raise CheckpointError(
         f"{contents.path} is not a checkpoint of a known format: {_described(weights)}; known are: {KNOWN}",

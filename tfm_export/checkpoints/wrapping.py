@@ -36,11 +36,15 @@ class Weights:
         tensors: by their names without wrappers.
         beside: the dictionary that they were found in, for settings that lie beside them; empty at the top.
         notes: what was taken, stripped and ignored, for people.
+        place: where they were; empty at the top.
+        others: where there are weights, too.
     """
 
     tensors: dict[str, Tensor]
     beside: dict[str, Any]
     notes: list[str]
+    place: str = ""
+    others: tuple[str, ...] = ()
 
 
 def find_weights(state: Any, place: str | None = None) -> Weights:
@@ -66,7 +70,7 @@ def find_weights(state: Any, place: str | None = None) -> Weights:
     if left := [name for name in found if name not in tensors]:
         notes.append(f"no tensors, not used: {', '.join(left)}")
     tensors, stripped = strip_wrappers(tensors)
-    return Weights(tensors, state if chosen else {}, notes + stripped)
+    return Weights(tensors, state if chosen else {}, notes + stripped, chosen, tuple(others))
 
 
 def _places(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
