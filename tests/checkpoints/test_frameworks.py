@@ -109,7 +109,7 @@ def test_folders_of_eole_give_what_eole_computed(name: str) -> None:
     [
         (None, {"parallel_residual": True}, "parallel_residual is True, which is not supported"),
         (None, {"heads": 3}, "d_model must be a multiple of heads, found 8 and 3"),
-        ("decoder", {"heads": 4}, "heads is 2 in the encoder and 4 in the decoder"),
+        ("decoder", {"heads": 3}, "the decoder's d_model must be a multiple of heads, found 8 and 3"),
         ("decoder", {"heads_kv": 1}, "heads_kv is 1 in the decoder"),
         ("encoder", {"mlp_activation_fn": "quick_gelu"}, "mlp_activation_fn 'quick_gelu' is not known"),
         ("encoder", {"layer_norm": "gemma-rms"}, "layer_norm 'gemma-rms' is not known"),
@@ -250,7 +250,7 @@ def test_fairseq_checkpoints_without_arguments_are_asked_for_them(tmp_path: Path
     ("arguments", "problem"),
     [
         ({"activation_fn": "tanh"}, "activation_fn 'tanh' is not known"),
-        ({"encoder_attention_heads": 4}, "as many heads in both stacks"),
+        ({"decoder_attention_heads": 7}, "the decoder's d_model must be a multiple of heads, found 24 and 7"),
         ({"adaptive_softmax_cutoff": "10,20"}, "adaptive_softmax_cutoff is '10,20', which is not supported"),
     ],
 )

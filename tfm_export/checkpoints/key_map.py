@@ -191,8 +191,8 @@ class KeyMap:
         if config.tie_projection:
             model.projection.weight = model.target_embedding.weight
         for part in model.modules():
-            if isinstance(part, PositionalEncoding) and config.positions == "sinusoidal":
-                part.table = sinusoid_table(part.length, config.d_model)
+            if isinstance(part, PositionalEncoding) and config.positions == "sinusoidal" and part.table is not None:
+                part.table = sinusoid_table(*part.table.shape)
         return model.eval()
 
     def notes(self) -> list[str]:
