@@ -28,6 +28,7 @@ MARKS = ("encoder.version", "encoder.embed_positions._float_tensor", "decoder.em
 COPIES = tuple(
     f"encoder.layers.*.{part}_{kind}" for part in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")
 )
+PROJECTIONS = ("project_in_dim", "project_out_dim")
 # What would make it another model, each with the value at which it does not.
 UNSUPPORTED = {
     "no_token_positional_embeddings": False,
@@ -55,6 +56,11 @@ def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> P
         for name, plain in UNSUPPORTED.items()
         if arguments.get(name, plain) not in (plain, None, "")
     ]
+    if others := [name for name in PROJECTIONS if f"decoder.{name}.weight" in tensors]:
+        found.problems.append(
+            f"decoder_input_dim or decoder_output_dim is not decoder_embed_dim ({', '.join(others)}), "
+            "which is not supported"
+        )
     _sizes(found)
     _tell(found, arguments)
     own = {side: f"{stack}.embed_tokens.weight" for side, stack in (("source", "encoder"), ("target", "decoder"))}
