@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tfm_export.checkpoints.bart import find_tables, place_stack
+from tfm_export.checkpoints.bart import STACKS, find_tables, place_stack
 from tfm_export.checkpoints.files import Contents
 from tfm_export.checkpoints.key_map import KeyMap, rows
 from tfm_export.checkpoints.partial import PartialCheckpoint, find_prefix, without_prefix
@@ -28,6 +28,7 @@ MARKS = ("encoder.version", "encoder.embed_positions._float_tensor", "decoder.em
 COPIES = tuple(
     f"encoder.layers.*.{part}_{kind}" for part in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")
 )
+PROJECTIONS = ("project_in_dim", "project_out_dim")
 # What would make it another model, each with the value at which it does not.
 UNSUPPORTED = {
     "no_token_positional_embeddings": False,
@@ -55,6 +56,11 @@ def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> P
         for name, plain in UNSUPPORTED.items()
         if arguments.get(name, plain) not in (plain, None, "")
     ]
+    if others := [name for name in PROJECTIONS if f"decoder.{name}.weight" in tensors]:
+        found.problems.append(
+            f"decoder_input_dim or decoder_output_dim is not decoder_embed_dim ({', '.join(others)}), "
+            "which is not supported"
+        )
     _sizes(found)
     _tell(found, arguments)
     own = {side: f"{stack}.embed_tokens.weight" for side, stack in (("source", "encoder"), ("target", "decoder"))}
@@ -84,9 +90,10 @@ def _arguments(state: Any) -> dict[str, Any]:
 
 def _sizes(found: PartialCheckpoint) -> None:
     keys = found.keys
-    found.infer("d_model", keys.size(SIGNATURE, 1), SHAPES)
-    found.infer("d_ff", keys.size("encoder.layers.0.fc1.weight", 0), SHAPES)
-    for stack in ("encoder", "decoder"):
+    widths = {"d_model": ("self_attn.q_proj", 1), "d_ff": ("fc1", 0)}
+    for size, (name, axis) in widths.items():
+        found.infer_each(size, [keys.size(f"{stack}.layers.0.{name}.weight", axis) for stack in STACKS], SHAPES)
+    for stack in STACKS:
         found.infer(f"{stack}_layers", found.count_layers(f"{stack}.layers.{{}}.self_attn.q_proj.weight"), SHAPES)
     pre_norm = "encoder.layer_norm.weight" in keys or "decoder.layer_norm.weight" in keys
     found.infer("norm_first", pre_norm, "its names")
@@ -101,10 +108,7 @@ def _tell(found: PartialCheckpoint, arguments: Mapping[str, Any]) -> None:
         found.ask("activation", "fairseq's default is relu")
         found.ask("scale_embeddings", "fairseq's default is true")
     else:
-        heads = {arguments.get(f"{stack}_attention_heads", 8) for stack in ("encoder", "decoder")}
-        if len(heads) > 1:
-            found.problems.append(f"expected as many heads in both stacks, found {', '.join(map(str, heads))}")
-        found.know("heads", heads.pop(), ARGUMENTS)
+        found.know_heads([arguments.get(f"{stack}_attention_heads", 8) for stack in STACKS], ARGUMENTS)
         activation = str(arguments.get("activation_fn", "relu"))
         if activation not in ACTIVATIONS:
             found.problems.append(f"activation_fn {activation!r} is not known; known are {', '.join(ACTIVATIONS)}")
@@ -128,7 +132,10 @@ def _place_positions(found: PartialCheckpoint, arguments: Mapping[str, Any]) -> 
             continue
         asked = found.settings.get("max_length" if side == "source" else "longest_target")
         lengths[side] = asked or int(arguments.get(f"max_{side}_positions") or LONGEST)
-        keys.put_tensor(target, by_half_of_tensor2tensor(first + lengths[side], found.value("d_model"))[first:])
+        width = found.value("d_model")
+        if side == "target":
+            width = found.value("decoder_d_model", width)
+        keys.put_tensor(target, by_half_of_tensor2tensor(first + lengths[side], width)[first:])
         keys.ignore([f"{stack}.embed_positions.weights"], "computed anew: sinusoids")
     found.know("max_length", lengths["source"], ARGUMENTS)
     found.know("longest_target", lengths["target"], ARGUMENTS)

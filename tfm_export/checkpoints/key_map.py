@@ -214,8 +214,8 @@ def assemble(config: TransformerConfig, state: Mapping[str, Tensor]) -> Transfor
     if config.tie_projection:
         model.projection.weight = model.target_embedding.weight
     for part in model.modules():
-        if isinstance(part, PositionalEncoding) and config.positions == "sinusoidal":
-            part.table = sinusoid_table(part.length, config.d_model)
+        if isinstance(part, PositionalEncoding) and config.positions == "sinusoidal" and part.table is not None:
+            part.table = sinusoid_table(*part.table.shape)
     return model.eval()
 
 

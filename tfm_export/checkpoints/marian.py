@@ -66,7 +66,7 @@ def _configuration(text: Tensor | None) -> dict[str, str]:
 def _sizes(found: PartialCheckpoint) -> None:
     keys = found.keys
     found.infer("d_model", keys.size(SIGNATURE, 0), SHAPES)
-    found.infer("d_ff", keys.size("encoder_l1_ffn_W1", 1), SHAPES)
+    found.infer_each("d_ff", [keys.size(f"{stack}_l1_ffn_W1", 1) for stack in ("encoder", "decoder")], SHAPES)
     for stack in ("encoder", "decoder"):
         count = 0
         while f"{stack}_l{count + 1}_self_Wq" in keys:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,13 @@ class PartialCheckpoint:
         self.facts[name] = Fact(value, origin)
         return value
 
+    def infer_each(self, name: str, sizes: Sequence[int], origin: str) -> None:
+        """`infer` a size of the encoder, and that of the decoder where it is another."""
+        encoder, decoder = sizes
+        self.infer(name, encoder, origin)
+        if decoder != encoder:
+            self.infer(f"decoder_{name}", decoder, origin)
+
     def know(self, name: str, value: Any, origin: str) -> Any:
         """A fact that the file's configuration or its layout tells: a setting takes its place."""
         if name in self.settings:
@@ -97,6 +104,14 @@ class PartialCheckpoint:
             return self._given(name)
         self.missing[name] = known
         return None
+
+    def know_heads(self, heads: Sequence[Any], origin: str) -> None:
+        """`know` the heads of the encoder, and those of the decoder where there are others; `ask` if None."""
+        for name, count in zip(("heads", "decoder_heads"), heads, strict=True):
+            if count is None:
+                self.ask(name, f"{origin} does not say; d_model is {self.value('d_model')}")
+            elif name == "heads" or count != heads[0]:
+                self.know(name, count, origin)
 
     def _given(self, name: str) -> Any:
         self.facts[name] = Fact(self.settings[name], GIVEN)
