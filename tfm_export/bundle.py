@@ -24,9 +24,12 @@ from typing import Any
 
 from tfm_export.errors import BundleError
 from tfm_export.graph import Dimensions
+from tfm_export.json_text import parse_json
+from tfm_export.quotation import quote
 
 FORMAT_VERSION = 1
 MANIFEST = "bundle.json"
+MOST_BYTES = 64_000_000  # of a manifest
 GOLDEN = "golden.jsonl"
 TOKENIZER = "tokenizer"
 DEFAULT_PATH = Path("tfm_bundle")
@@ -139,7 +142,7 @@ class Manifest:
             BundleError: it is not JSON, is of a newer format, or lacks a field or has one that it should not.
         """
         try:
-            state = json.loads(text)
+            state = parse_json(text)
         except ValueError as problem:
             raise BundleError(f"{path} is not JSON: {problem}", "export the bundle again") from None
         version = state.get("format_version") if isinstance(state, dict) else None
@@ -219,6 +222,8 @@ class Bundle:
         path = Path(path)
         manifest_path = path / MANIFEST
         try:
+            if manifest_path.stat().st_size > MOST_BYTES:
+                raise BundleError(f"{manifest_path} has more than {MOST_BYTES:,} bytes: it is no manifest of a bundle")
             text = manifest_path.read_text(encoding="utf-8")
         except (FileNotFoundError, NotADirectoryError):
             raise BundleError(
@@ -280,7 +285,7 @@ class Bundle:
         """
         if variant not in self.manifest.variants:
             found = ", ".join(self.manifest.variants) or "none"
-            raise BundleError(f"{self.path} has no variant {variant!r}; it has {found}")
+            raise BundleError(f"{self.path} has no variant {quote(variant)}; it has {found}")
         return self.path / "onnx" / variant
 
     def fastest_variant(self) -> str:

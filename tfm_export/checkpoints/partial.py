@@ -19,6 +19,7 @@ from tfm_export.checkpoints.source_model import SourceModel
 from tfm_export.checkpoints.vocabularies import folder_tokenizer, given_vocabulary
 from tfm_export.decoding import DecodeOptions
 from tfm_export.errors import RequestError
+from tfm_export.quotation import quote
 
 CONFIG_FIELDS = tuple(f.name for f in fields(TransformerConfig))
 GIVEN = "as given"
@@ -73,7 +74,9 @@ class PartialCheckpoint:
     def infer(self, name: str, value: Any, origin: str) -> Any:
         """A fact that the weights themselves tell: a setting that says otherwise is a problem."""
         if name in self.settings and self.settings[name] != value:
-            self.problems.append(f"{name} is {value!r} by {origin}, and {self.settings[name]!r} in the settings")
+            self.problems.append(
+                f"{name} is {quote(value)} by {origin}, and {quote(self.settings[name])} in the settings"
+            )
         self.facts[name] = Fact(value, origin)
         return value
 
@@ -81,7 +84,7 @@ class PartialCheckpoint:
         """A fact that the file's configuration or its layout tells: a setting takes its place."""
         if name in self.settings:
             if self.settings[name] != value:
-                self.notes.append(f"{name} is {self.settings[name]!r} as given; {origin} says {value!r}")
+                self.notes.append(f"{name} is {quote(self.settings[name])} as given; {origin} says {quote(value)}")
             return self._given(name)
         self.facts[name] = Fact(value, origin)
         return value
@@ -216,7 +219,7 @@ def without_prefix(tensors: dict[str, Tensor], prefix: str) -> tuple[dict[str, T
         name.removeprefix(prefix) if name.removeprefix(prefix) not in tensors else name: tensor
         for name, tensor in tensors.items()
     }
-    return short, [f"stripped from names: {prefix!r}"]
+    return short, [f"stripped from names: {quote(prefix)}"]
 
 
 def same(tensors: Iterable[Tensor | None]) -> bool:

@@ -12,6 +12,7 @@ from reference_model import TransformerConfig
 from reference_model.config import ACTIVATIONS, NORMS, POSITIONS
 from tfm_export.checkpoints.files import read_json
 from tfm_export.errors import CheckpointError
+from tfm_export.quotation import quote
 
 CHOICES = {
     "activation": ACTIVATIONS,
@@ -125,15 +126,15 @@ def setting_problem(name: str, value: Any) -> str | None:
     setting = SETTINGS.get(name)
     if setting is None:
         near = difflib.get_close_matches(name, SETTINGS, 1)
-        return f"there is no setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        return f"there is no setting {quote(name)}" + (f"; did you mean {quote(near[0])}?" if near else "")
     kinds, expected = KINDS[setting.kind]
     if not isinstance(value, kinds) or isinstance(value, bool) != (setting.kind == "bool"):
-        return f"{name} must be {expected}, found {value!r}"
+        return f"{name} must be {expected}, found {quote(value)}"
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     if wrong := [part for part in parts if not _is_text(part)]:
-        return f"{name} must be {expected}, found {wrong[0]!r} in it"
+        return f"{name} must be {expected}, found {quote(wrong[0])} in it"
     if name in CHOICES and value not in CHOICES[name]:
-        return f"{name} must be one of {', '.join(CHOICES[name])}, found {value!r}"
+        return f"{name} must be one of {', '.join(CHOICES[name])}, found {quote(value)}"
     return None
 
 

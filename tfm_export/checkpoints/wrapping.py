@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tfm_export.errors import CheckpointError
+from tfm_export.quotation import quote
 
 # Where weights usually are. The first of these that holds some is taken; others are named in the notes.
 USUAL_PLACES = (
@@ -55,10 +56,10 @@ def find_weights(state: Any, place: str | None = None) -> Weights:
     """
     places = dict(_places(state, ""))
     chosen = _choose(places, place)
-    notes = [f"the weights were taken from {chosen!r} in the file"] if chosen else []
+    notes = [f"the weights were taken from {quote(chosen)} in the file"] if chosen else []
     others = [name for name in places if name != chosen]
     if others:
-        notes.append(f"{', '.join(map(repr, others))} has weights too: not used (weights: {others[0]} takes them)")
+        notes.append(f"{', '.join(map(quote, others))} has weights too: not used (weights: {others[0]} takes them)")
     if ignored := [key for key in state if key not in places] if chosen and isinstance(state, dict) else []:
         notes.append(f"not used: {', '.join(map(str, ignored))}")
     found = places[chosen]
@@ -85,8 +86,10 @@ def _places(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, dict[s
 def _choose(places: dict[str, dict[str, Any]], place: str | None) -> str:
     if place is not None:
         if place not in places:
-            found = ", ".join(repr(name) for name in places) or "none"
-            raise CheckpointError(f"there are no weights in {place!r}; there are: {found}", "another place for weights")
+            found = ", ".join(quote(name) for name in places) or "none"
+            raise CheckpointError(
+                f"there are no weights in {quote(place)}; there are: {found}", "another place for weights"
+            )
         return place
     if not places:
         raise CheckpointError(
@@ -123,7 +126,7 @@ def strip_wrappers(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[
     if plain.keys() != found.keys():
         notes.append("stripped from names: '_orig_mod.'")
     if prefix := _common_prefix([*plain]):
-        notes.append(f"stripped from names: {prefix!r}")
+        notes.append(f"stripped from names: {quote(prefix)}")
     return {name.removeprefix(prefix): tensor for name, tensor in plain.items()}, notes
 
 

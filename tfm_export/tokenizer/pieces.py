@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from tfm_export.bundle import TOKENIZER, Bundle
 from tfm_export.errors import BundleError
 from tfm_export.extras import require
+from tfm_export.quotation import quote
 from tfm_export.tokenizer.vocabulary import Side, VocabularyTokenizer
 
 LANGUAGE = re.compile(r">>[^<>\s]+<<")
@@ -127,7 +128,7 @@ def _problems(side: Any, size: int, bundle: Bundle) -> list[str]:
         return ["side must have tokens, splitter and file"]
     problems = []
     if side["splitter"] not in SPLITTERS:
-        problems.append(f"splitter must be one of {', '.join(SPLITTERS)}, found {side['splitter']!r}")
+        problems.append(f"splitter must be one of {', '.join(SPLITTERS)}, found {quote(side['splitter'])}")
     if f"{TOKENIZER}/{side['file']}" not in bundle.manifest.files:
         problems.append(f"file {side['file']} is not in the bundle")
     tokens = side["tokens"]

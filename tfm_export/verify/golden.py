@@ -15,6 +15,7 @@ import numpy as np
 from tfm_export.bundle import Bundle, SpecialIds
 from tfm_export.decoding import DecodeOptions, Hypothesis, generate
 from tfm_export.errors import BundleError
+from tfm_export.json_text import parse_json
 from tfm_export.precision import Precision
 from tfm_export.progress import Progress
 from tfm_export.runtime.step_model import Ids, Mask, Sentences, StepModel, WrappedModel
@@ -74,7 +75,7 @@ def read_golden(bundle: Bundle, name: str) -> list[Golden]:
     with open(bundle.path / name, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
-                golden.append(_golden(json.loads(line)))
+                golden.append(_golden(parse_json(line)))
             except (ValueError, TypeError, KeyError) as problem:
                 raise BundleError(f"{name}, line {number} is not a golden input: {problem}", "export again") from None
     return golden
