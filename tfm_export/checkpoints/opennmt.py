@@ -131,7 +131,14 @@ def tell_vocabularies(found: PartialCheckpoint, vocabulary: Any, special: Mappin
     if unknown in sides["source"] and sides["source"].index(unknown) != found.value("unk"):
         found.notes.append(f"{unknown} has another id in the source than in the target: the target's is used")
     sizes = {side: found.value(f"{side}_vocabulary_size") for side in sides}
-    if all(len(tokens) == sizes[side] and len(set(tokens)) == len(tokens) for side, tokens in sides.items()):
+    found.problems += [
+        f"its {side} vocabulary has {len(tokens)} tokens, the embedding {sizes[side]} rows"
+        for side, tokens in sides.items()
+        if len(tokens) != sizes[side]
+    ]
+    if twice := [side for side, tokens in sides.items() if len(set(tokens)) < len(tokens)]:
+        found.notes.append(f"its vocabulary names a token twice ({', '.join(twice)}): the bundle takes ids, not texts")
+    else:
         found.tokenizer = vocabulary_files(
             {side: {"tokens": tokens, "split": "words", "lowercase": False} for side, tokens in sides.items()}
         )

@@ -160,10 +160,11 @@ class PartialCheckpoint:
         config = self.config()
         if problems or config is None:
             raise refuse(self.path, problems, self.hint)
-        tokenizer = given_vocabulary(self.path, self.settings, config, self.dictionary) or self.tokenizer
+        tokenizer, said = given_vocabulary(self.path, self.settings, config, self.dictionary)
+        tokenizer = tokenizer or self.tokenizer
         if self.files and not tokenizer:
             tokenizer, said = folder_tokenizer(self.files, config)
-            self.notes += said
+        self.notes += said
         return SourceModel(
             path=self.path,
             model=self.keys.build(config),
@@ -197,6 +198,12 @@ def value_problems(config: TransformerConfig | AdapterConfig, known: Mapping[str
         for name, sides in places.items()
         for side in sides
         if known.get(name) is not None and not 0 <= known[name] < sizes[side]
+    ]
+    unknown = known.get("unk")
+    problems += [
+        f"unk id {unknown} is {name} too: an unknown word would be taken for it"
+        for name in ("pad", "bos", "eos")
+        if unknown is not None and known.get(name) == unknown
     ]
     try:
         DecodeOptions(**{name: value for name, value in known.items() if name not in SPECIAL_IDS})

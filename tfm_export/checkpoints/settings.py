@@ -73,7 +73,11 @@ ASKED = {
 # For the file of settings alone.
 OTHERS = {
     "keys": Setting("map", "which weight of the file is which of the reference model, by their names"),
-    "ignore": Setting("list", "weights of the file that are of no use, by name; * stands for any characters"),
+    "ignore": Setting(
+        "list",
+        "weights of the file that are of no use, by name; * stands for any characters",
+        "--ignore-weights PATTERN",
+    ),
     "beam_size": Setting("int", "hypotheses kept at each step, by default"),
     "length_penalty": Setting("float", "the exponent by which length divides a score, by default"),
     "source_tokens": Setting("list", "the source's tokens in the order of their ids"),
