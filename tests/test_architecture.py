@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("quotation",),
     ("errors",),
-    ("extras", "graph", "json_text", "precision", "progress"),
+    ("extras", "field_types", "graph", "json_text", "precision", "progress"),
     ("bundle",),
     ("staging", "graph_files", "engines"),
     ("runtime", "passes"),
@@ -59,7 +59,19 @@ LIBRARIES = {
     "click": {"cli"},
     "matplotlib": {"cli"},
     "numpy": set(RANKS)
-    - {"quotation", "errors", "json_text", "extras", "graph", "precision", "progress", "bundle", "staging", "engines"},
+    - {
+        "quotation",
+        "errors",
+        "json_text",
+        "field_types",
+        "extras",
+        "graph",
+        "precision",
+        "progress",
+        "bundle",
+        "staging",
+        "engines",
+    },
 }
 STANDARD = sys.stdlib_module_names
 

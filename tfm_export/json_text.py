@@ -11,6 +11,7 @@ from tfm_export.quotation import shorten, shorten_all
 
 # Each list and object takes 56 to 64 bytes, of two in the text. Tokenizers with the most merges have a million.
 MOST_CONTAINERS = 4_000_000
+MOST_LEVELS = 100
 LONE_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -30,11 +31,28 @@ def parse_json(text: str | bytes, *, object_pairs_hook: Callable[[list[tuple[str
         raise ValueError(f"it has more than {MOST_CONTAINERS:,} lists and objects")
     try:
         value = json.loads(text, object_pairs_hook=object_pairs_hook)
+        _check_levels(value)
         if LONE_SURROGATE.search(text):
             _check_text(value)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     return value
+
+
+def _check_levels(value: Any) -> None:
+    """Refuse what recursive functions could not follow."""
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        level = [
+            part
+            for item in level
+            if isinstance(item, dict | list)
+            for part in (item.values() if isinstance(item, dict) else item)
+            if isinstance(part, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError(f"it has more than {MOST_LEVELS} lists and objects in each other")
 
 
 def _check_text(value: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -206,7 +207,7 @@ def _holds_arrays(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except zipfile.BadZipFile:
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError):
         return False  # for the reader of pickles to refuse
     return bool(names) and all(name.endswith(".npy") for name in names)
 
@@ -241,6 +242,7 @@ def _read_arrays(path: Path) -> dict[str, Tensor]:
         RuntimeError,
         zlib.error,
         zipfile.BadZipFile,
+        tokenize.TokenError,
     ) as problem:
         raise CheckpointError(
             f"{path} is not an archive of plain numpy arrays, or is damaged: {shorten(str(problem), 400)}",

@@ -19,6 +19,7 @@ from typing import IO, Any
 from tfm_export.errors import CheckpointError
 
 MOST_STEPS = 20_000_000  # of building and hashing all values: as many as a checkpoint of the largest vocabularies has
+SLOW = 4  # steps that one visit of a call's arguments counts as: they are counted one by one
 MOST_TIMES_FILE = 8  # all tensors, and all that functions make of texts, in times of the file: tied weights count each
 LEAST_BYTES = 16_000_000  # that functions may make in any case
 MOST_LEVELS = 100  # of containers in each other
@@ -178,7 +179,7 @@ class _Counter:
         if name == "builtins.bytearray" and given and isinstance(given[0].value, int):
             size += max(given[0].value, 0)
         self.bytes += size
-        self.steps += sum(map(_steps, given))
+        self.steps += SLOW * sum(map(_steps, given))
         self.stack.append(Planned(text=size, items=[]))
 
     def _store(self, _: Any) -> None:

@@ -15,6 +15,7 @@ import re
 import struct
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Self, cast
@@ -29,6 +30,11 @@ from tfm_export.quotation import shorten, shorten_all
 MOST_PICKLE_BYTES = 16_000_000  # of a pickle that is only looked at to name what it needs
 MOST_PICKLES = 5  # of the old format: a number, a version, a system, the contents, the names of storages
 MOST_VALUES = 20_000_000  # written out: a small pickle can refer to its parts ever again
+# What PyTorch's reader, zipfile and zlib raise where they stumble over something in a damaged file.
+DAMAGED = (
+    RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, OSError, AssertionError, struct.error,
+    zlib.error, zipfile.BadZipFile,
+)  # fmt: skip
 ENDLESS = "(refers to its own parts again and again)"  # in the place of a container of more values than that
 AGAIN = "copy it again and compare its size and hash with the original's"
 
@@ -190,8 +196,7 @@ def load_pickle(path: Path) -> Any:
         raise _refusal(path, str(problem)) from problem
     except MemoryError as problem:
         raise out_of_memory(path) from problem
-    # torch.load raises whatever its reader stumbles over in a damaged file.
-    except (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, OSError) as problem:
+    except DAMAGED as problem:
         if "can't allocate memory" in str(problem):
             raise out_of_memory(path) from problem
         raise CheckpointError(
@@ -374,7 +379,7 @@ def classes_needed(path: Path) -> list[str]:
                     names.add(".".join(strings[-2:]))
                 elif isinstance(argument, str):
                     strings.append(argument)
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile, StopIteration):
+    except (*DAMAGED, StopIteration):
         pass  # not a pickle to its end: what was found so far is told
     harmless = re.compile(r"torch\._utils\._rebuild.*|torch\.\w+Storage|collections\.(OrderedDict|Counter)")
     return sorted(name for name in names - STAND_INS.keys() if not harmless.fullmatch(name))
