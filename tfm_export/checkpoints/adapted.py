@@ -72,14 +72,15 @@ def read_adapter(path: str | Path, factory: Factory, settings: Mapping[str, Any]
     if not adapter.has_decode:
         notes.append("the adapter has no decode of its own: the graphs were held to its decode_step in PyTorch")
     config: Any = adapter.config
+    tokenizer, said = given_vocabulary(path, given, config, "lines")
     return SourceModel(
         path=path,
         model=adapter,
         special_ids=SpecialIds(**{"source_ends_with_eos": False, **_chosen(given, *SPECIAL_IDS)}),
         generation=GenerationDefaults(max_length=config.max_target_length, **_chosen(given, *DECODING)),
-        tokenizer=given_vocabulary(path, given, config, "lines"),
+        tokenizer=tokenizer,
         settings=given,
-        notes=notes,
+        notes=[*notes, *said],
         answers=answered({name: Fact(given[name], GIVEN) for name in SPECIAL_IDS if name in given}, given, GIVEN),
     )
 

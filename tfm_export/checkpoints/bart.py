@@ -14,6 +14,7 @@ from tfm_export.checkpoints.partial import PartialCheckpoint, find_prefix, same,
 from tfm_export.checkpoints.position_tables import place_tables
 from tfm_export.checkpoints.sinusoids import by_half, by_half_of_tensor2tensor
 from tfm_export.checkpoints.wrapping import Weights
+from tfm_export.quotation import quote
 
 SIGNATURE = "encoder.layers.0.self_attn.q_proj.weight"
 STACKS = ("encoder", "decoder")
@@ -108,7 +109,7 @@ def know_activation(found: PartialCheckpoint, theirs: str) -> None:
     if theirs in ACTIVATIONS:
         found.know("activation", ACTIVATIONS[theirs], CONFIG)
     else:
-        found.problems.append(f"activation {theirs!r} is not known; known are {', '.join(ACTIVATIONS)}")
+        found.problems.append(f"activation {quote(theirs)} is not known; known are {', '.join(ACTIVATIONS)}")
 
 
 def _tables(found: PartialCheckpoint, config: Mapping[str, Any]) -> tuple[dict[str, str], str]:

@@ -18,6 +18,7 @@ from tfm_export.checkpoints.opennmt import BLANK, END, START, UNKNOWN, place_lay
 from tfm_export.checkpoints.partial import PartialCheckpoint, same
 from tfm_export.checkpoints.position_tables import DEFAULT_LENGTH, place_tables
 from tfm_export.checkpoints.wrapping import Weights
+from tfm_export.quotation import quote
 
 FORMAT = "an Eole Transformer"
 QUERY = "transformer_layers.0.self_attn.linear_query.weight"
@@ -87,7 +88,7 @@ def _dictionary(value: Any) -> dict[str, Any]:
 
 def _unsupported(options: Mapping[str, Any], plain: Mapping[str, tuple[Any, ...]]) -> list[str]:
     return [
-        f"{name} is {options[name]!r}, which is not supported"
+        f"{name} is {quote(options[name])}, which is not supported"
         for name, values in plain.items()
         if options.get(name) is not None and options[name] not in values
     ]
@@ -128,12 +129,12 @@ def _tell(found: PartialCheckpoint, stacks: Mapping[str, Mapping[str, Any]], emb
     for name, default in both.items():
         first, second = (stack.get(name, default) for stack in stacks.values())
         if first != second:
-            found.problems.append(f"{name} is {first!r} in the encoder and {second!r} in the decoder")
+            found.problems.append(f"{name} is {quote(first)} in the encoder and {quote(second)} in the decoder")
     heads = [values.get("heads", 8) for values in stacks.values()]
     found.know_heads(heads, OPTIONS)
     for stack, values in stacks.items():
         if values.get("heads_kv") not in {None, values.get("heads", 8)}:
-            found.problems.append(f"heads_kv is {values['heads_kv']!r} in the {stack}, which is not supported")
+            found.problems.append(f"heads_kv is {quote(values['heads_kv'])} in the {stack}, which is not supported")
     widths = [found.keys.size(f"{stack}.{QUERY}", 0) for stack in STACKS]
     if any(width != found.value("d_model") for width in widths) and all(
         isinstance(count, int) and count > 0 and width % count == 0 for width, count in zip(widths, heads, strict=True)
@@ -144,7 +145,7 @@ def _tell(found: PartialCheckpoint, stacks: Mapping[str, Mapping[str, Any]], emb
     for name, known in (("layer_norm", NORMS), ("mlp_activation_fn", ACTIVATIONS)):
         value = str(options.get(name, both[name])).removeprefix("gated-")
         if value not in known:
-            found.problems.append(f"{name} {value!r} is not known; known are {', '.join(known)}")
+            found.problems.append(f"{name} {quote(value)} is not known; known are {', '.join(known)}")
         found.know(
             {"layer_norm": "norm"}.get(name, "activation"),
             known.get(value, "layer" if known is NORMS else "relu"),

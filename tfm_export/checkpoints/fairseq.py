@@ -16,6 +16,7 @@ from tfm_export.checkpoints.partial import PartialCheckpoint, find_prefix, witho
 from tfm_export.checkpoints.position_tables import place_tables
 from tfm_export.checkpoints.sinusoids import by_half_of_tensor2tensor
 from tfm_export.checkpoints.wrapping import Weights
+from tfm_export.quotation import quote
 
 FORMAT = "a fairseq Transformer"
 SIGNATURE = "encoder.layers.0.self_attn.q_proj.weight"
@@ -52,7 +53,7 @@ def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> P
     tensors, notes = without_prefix(weights.tensors, prefix)
     found = PartialCheckpoint(contents.path, FORMAT, KeyMap(tensors), settings, notes=notes, dictionary="fairseq")
     found.problems += [
-        f"{name} is {arguments[name]!r}, which is not supported"
+        f"{name} is {quote(arguments[name])}, which is not supported"
         for name, plain in UNSUPPORTED.items()
         if arguments.get(name, plain) not in (plain, None, "")
     ]
@@ -111,7 +112,7 @@ def _tell(found: PartialCheckpoint, arguments: Mapping[str, Any]) -> None:
         found.know_heads([arguments.get(f"{stack}_attention_heads", 8) for stack in STACKS], ARGUMENTS)
         activation = str(arguments.get("activation_fn", "relu"))
         if activation not in ACTIVATIONS:
-            found.problems.append(f"activation_fn {activation!r} is not known; known are {', '.join(ACTIVATIONS)}")
+            found.problems.append(f"activation_fn {quote(activation)} is not known; known are {', '.join(ACTIVATIONS)}")
         found.know("activation", ACTIVATIONS.get(activation, "relu"), ARGUMENTS)
         found.know("scale_embeddings", not arguments.get("no_scale_embedding", False), ARGUMENTS)
     for name, value in {"pad": PAD, "bos": 2, "eos": 2, "unk": 3, "source_ends_with_eos": True}.items():

@@ -10,6 +10,7 @@ from tfm_export.checkpoints.files import Contents, read_json
 from tfm_export.checkpoints.partial import PartialCheckpoint
 from tfm_export.checkpoints.wrapping import Weights
 from tfm_export.errors import CheckpointError
+from tfm_export.quotation import quote
 
 FAMILIES: dict[str, Callable[[Contents, Weights, Mapping[str, Any]], PartialCheckpoint]] = {
     **dict.fromkeys(bart.FAMILIES, bart.read),
@@ -71,7 +72,7 @@ def _check_types(contents: Contents) -> None:
                 (TEXTS, isinstance(value, str), "a text"),
             ):
                 if name in names and value is not None and not fits:
-                    problems.append(f"{contents.path}: {file} has {name} {value!r}, expected {expected}")
+                    problems.append(f"{contents.path}: {file} has {name} {quote(value)}, expected {expected}")
     if problems:
         raise CheckpointError(problems, "correct it")
 
@@ -88,7 +89,7 @@ def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> P
     _check_types(contents)
     if family not in FAMILIES:
         raise CheckpointError(
-            f"{contents.path} has model_type {family!r}; known are {', '.join(FAMILIES)}",
+            f"{contents.path} has model_type {quote(family)}; known are {', '.join(FAMILIES)}",
             "write an adapter for it (examples/custom_model), or load the weights into a reference_model.Transformer "
             "and save that with reference_model.save_checkpoint",
         )
@@ -161,7 +162,7 @@ def _generation(found: PartialCheckpoint, contents: Contents) -> None:
     for name, neutral in WITHOUT_COUNTERPART.items():
         value, origin = _setting(contents, name)
         if value not in (None, neutral):
-            found.notes.append(f"{origin} has {name} {value!r}, which is not among the bundle's defaults")
+            found.notes.append(f"{origin} has {name} {quote(value)}, which is not among the bundle's defaults")
 
 
 def _lengths(found: PartialCheckpoint, contents: Contents) -> None:

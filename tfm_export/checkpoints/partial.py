@@ -20,6 +20,7 @@ from tfm_export.checkpoints.source_model import SourceModel
 from tfm_export.checkpoints.vocabularies import folder_tokenizer, given_vocabulary
 from tfm_export.decoding import DecodeOptions
 from tfm_export.errors import RequestError
+from tfm_export.quotation import quote
 
 CONFIG_FIELDS = tuple(f.name for f in fields(TransformerConfig))
 GIVEN = "as given"
@@ -78,7 +79,9 @@ class PartialCheckpoint:
     def infer(self, name: str, value: Any, origin: str) -> Any:
         """A fact that the weights themselves tell: a setting that says otherwise is a problem."""
         if name in self.settings and self.settings[name] != value:
-            self.problems.append(f"{name} is {value!r} by {origin}, and {self.settings[name]!r} in the settings")
+            self.problems.append(
+                f"{name} is {quote(value)} by {origin}, and {quote(self.settings[name])} in the settings"
+            )
         self.facts[name] = Fact(value, origin)
         return value
 
@@ -93,7 +96,7 @@ class PartialCheckpoint:
         """A fact that the file's configuration or its layout tells: a setting takes its place."""
         if name in self.settings:
             if self.settings[name] != value:
-                self.notes.append(f"{name} is {self.settings[name]!r} as given; {origin} says {value!r}")
+                self.notes.append(f"{name} is {quote(self.settings[name])} as given; {origin} says {quote(value)}")
             return self._given(name)
         self.facts[name] = Fact(value, origin)
         return value
@@ -177,10 +180,11 @@ class PartialCheckpoint:
         config = self.config()
         if problems or config is None:
             raise refuse(self.path, problems, self.hint)
-        tokenizer = given_vocabulary(self.path, self.settings, config, self.dictionary) or self.tokenizer
+        tokenizer, said = given_vocabulary(self.path, self.settings, config, self.dictionary)
+        tokenizer = tokenizer or self.tokenizer
         if self.files and not tokenizer:
             tokenizer, said = folder_tokenizer(self.files, config)
-            self.notes += said
+        self.notes += said
         return SourceModel(
             path=self.path,
             model=self.keys.build(config),
@@ -224,6 +228,12 @@ def value_problems(config: TransformerConfig | AdapterConfig, known: Mapping[str
         for side in sides
         if known.get(name) is not None and not 0 <= known[name] < sizes[side]
     ]
+    unknown = known.get("unk")
+    problems += [
+        f"unk id {unknown} is {name} too: an unknown word would be taken for it"
+        for name in ("pad", "bos", "eos")
+        if unknown is not None and known.get(name) == unknown
+    ]
     try:
         DecodeOptions(**{name: value for name, value in known.items() if name not in SPECIAL_IDS})
     except RequestError as error:
@@ -245,7 +255,7 @@ def without_prefix(tensors: dict[str, Tensor], prefix: str) -> tuple[dict[str, T
         name.removeprefix(prefix) if name.removeprefix(prefix) not in tensors else name: tensor
         for name, tensor in tensors.items()
     }
-    return short, [f"stripped from names: {prefix!r}"]
+    return short, [f"stripped from names: {quote(prefix)}"]
 
 
 def same(tensors: Iterable[Tensor | None]) -> bool:

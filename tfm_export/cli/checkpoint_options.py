@@ -11,7 +11,7 @@ import click
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 POSITIONS = ("sinusoidal", "learned", "relative", "none")
 
-# Each is named as the setting in checkpoints/settings.py that it gives.
+# Each is named as the setting in checkpoints/settings.py that it gives; ignore_weights gives ignore.
 OPTIONS = (
     click.option(
         "--config",
@@ -44,6 +44,14 @@ OPTIONS = (
         "--source-ends-with-eos/--source-ends-without-eos", default=None, help="Whether sources end with eos."
     ),
     click.option("--weights", metavar="PLACE", help='The place of the weights in the file, such as "ema".'),
+    click.option(
+        "--ignore-weights",
+        metavar="PATTERN",
+        multiple=True,
+        callback=lambda _context, _parameter, patterns: [*patterns] or None,
+        help="Weights of the file that the model does not use, by name; * stands for any characters, as in "
+        '"criterion.*". May be given several times; the notes of the bundle name what was left out.',
+    ),
 )
 
 
@@ -57,12 +65,18 @@ def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def given_settings(config: Path | None, options: dict[str, Any]) -> dict[str, Any]:
     """The settings of the file, if there is one, and of the options that were given, which go before.
 
+    Weights to ignore are those of both.
+
     Raises:
         CheckpointError: the file is none of settings.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    if config is None:
-        return given
-    from tfm_export.checkpoints import read_settings
+    ignored = given.pop("ignore_weights", [])
+    settings: dict[str, Any] = {}
+    if config is not None:
+        from tfm_export.checkpoints import read_settings
 
-    return {**read_settings(config), **given}
+        settings = read_settings(config)
+    if ignored:
+        given["ignore"] = [*settings.get("ignore", []), *ignored]
+    return {**settings, **given}

@@ -91,8 +91,8 @@ def variants_table(bundle: Bundle) -> str:
         rows.append(
             [
                 name + (" (auto)" if name == auto else ""),
-                facts["weights"] + _range_text(facts),
-                facts["compute"],
+                facts.get("weights", "") + _range_text(facts),
+                facts.get("compute", ""),
                 facts.get("target", ""),
                 facts.get("quantized", ""),
                 "" if facts.get("agreement") is None else f"{facts['agreement']:.1%}",

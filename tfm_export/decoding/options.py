@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from tfm_export.bundle import SpecialIds
 from tfm_export.decoding.request import are_ids
 from tfm_export.errors import RequestError
+from tfm_export.quotation import quote
 
 if TYPE_CHECKING:
     from tfm_export.decoding.constraints import Constraint
@@ -236,14 +237,14 @@ def _wrong_types(o: DecodeOptions) -> Iterator[str]:
         kind, what = kinds.get(str(field.type).removesuffix(" | None"), (object, ""))
         value = getattr(o, field.name)
         if not isinstance(value, kind) and (value is not None or field.default is not None):
-            yield f"{field.name} must be {what}, found {value!r}"
+            yield f"{field.name} must be {what}, found {quote(value)}"
     for name in ("target_prefix", "start_tokens", "end_token"):
         value = getattr(o, name)
         if value is not None and not (are_ids(value) or (name == "end_token" and isinstance(value, numbers.Integral))):
-            yield f"{name} must be ids, found {value!r}"
+            yield f"{name} must be ids, found {quote(value)}"
     sequences: object = o.suppress_sequences
     if not isinstance(sequences, Iterable) or not all(map(are_ids, sequences)):
-        yield f"suppress_sequences must be sequences of ids, found {sequences!r}"
+        yield f"suppress_sequences must be sequences of ids, found {quote(sequences)}"
 
 
 def _out_of_range(o: DecodeOptions) -> Iterator[str]:
@@ -255,7 +256,7 @@ def _out_of_range(o: DecodeOptions) -> Iterator[str]:
             yield f"{name} must be at most {most}, found {value}"
     for name, allowed in CHOICES.items():
         if getattr(o, name) not in allowed:
-            yield f"{name} must be one of {', '.join(map(repr, allowed))}, found {getattr(o, name)!r}"
+            yield f"{name} must be one of {', '.join(map(quote, allowed))}, found {quote(getattr(o, name))}"
     within = {
         "patience": (0 < o.patience < math.inf, "above 0"),
         "repetition_penalty": (0 < o.repetition_penalty < math.inf, "above 0"),

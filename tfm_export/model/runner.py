@@ -19,6 +19,7 @@ from tfm_export.decoding.request import are_ids
 from tfm_export.errors import NumericError, RequestError, TfmExportError
 from tfm_export.model.answers import Generation, Piece
 from tfm_export.model.requests import Call, Either, Source
+from tfm_export.quotation import quote
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.runtime.threads import MOST_THREADS
 from tfm_export.tokenizer import Tokenizer
@@ -68,11 +69,11 @@ class Runner:
     ) -> Iterator[Generation | TfmExportError]:
         """Decode a window of items at a time, and give an answer, or an error, for each of them, in order."""
         if on_error not in ON_ERROR:
-            raise RequestError(f"on_error must be one of {', '.join(ON_ERROR)}, found {on_error!r}")
+            raise RequestError(f"on_error must be one of {', '.join(ON_ERROR)}, found {quote(on_error)}")
         if window is not None and not (are_ids([window]) and window >= 1):
-            raise RequestError(f"window must be an integer of at least 1, found {window!r}")
+            raise RequestError(f"window must be an integer of at least 1, found {quote(window)}")
         if not (are_ids([workers]) and 1 <= workers <= MOST_THREADS):
-            raise RequestError(f"workers must be an integer from 1 to {MOST_THREADS:,}, found {workers!r}")
+            raise RequestError(f"workers must be an integer from 1 to {MOST_THREADS:,}, found {quote(workers)}")
         batch = call.options.max_batch_size if call.options.batch_type == "examples" else 32
         size, given_up = window or BATCHES_AHEAD * batch * workers, threading.Event()
         if workers > 1:
