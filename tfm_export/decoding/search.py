@@ -57,9 +57,14 @@ class SearchContext:
         """How the scores after every hypothesis [B][K] are changed; None where no request's ever are."""
         if not any(state.edits for state in batch.live):
             return None
-        edit, of, beams = self.editor.edit, batch.histories.of, range(self.options.beam_size)
+        of, beams = batch.histories.of, range(self.options.beam_size)
         return [
-            [edit(of(row, beam)[0], s.wished, s.constraint) for beam in beams] if s.edits else [NO_EDIT] * len(beams)
+            [
+                self.editor.edit(of(row, beam)[0], s.wished, s.constraint, forced=len(s.forced), source=s.source)
+                if s.edits
+                else NO_EDIT
+                for beam in beams
+            ]
             for row, s in enumerate(batch.live)
         ]
 

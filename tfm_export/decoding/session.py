@@ -103,6 +103,7 @@ class DecodingSession:
             wished=begin if o.prefix_bias_beta else (),
             constraint=constraint,
             edits=self._editor.may_edit(constraint),
+            source=self._editor.source_rules(request.source),
             random=generator(seed, request.draw) if o.samples else None,
             prompt=[*self._start, *forced],
             distributions=[[] for _ in range(o.beam_size)],
