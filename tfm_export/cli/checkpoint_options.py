@@ -43,6 +43,12 @@ OPTIONS = (
     click.option(
         "--source-ends-with-eos/--source-ends-without-eos", default=None, help="Whether sources end with eos."
     ),
+    click.option(
+        "--ignore-generation",
+        metavar="KEY",
+        multiple=True,
+        help="A key of generation_config.json to leave out, such as guidance_scale; can be repeated.",
+    ),
     click.option("--weights", metavar="PLACE", help='The place of the weights in the file, such as "ema".'),
 )
 
@@ -60,7 +66,11 @@ def given_settings(config: Path | None, options: dict[str, Any]) -> dict[str, An
     Raises:
         CheckpointError: the file is none of settings.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {
+        name: [*value] if isinstance(value, tuple) else value
+        for name, value in options.items()
+        if value not in (None, ())
+    }
     if config is None:
         return given
     from tfm_export.checkpoints import read_settings
