@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,32 @@ CASES: dict[str, dict[str, Any]] = {
     "beam 5, 3 best, early stopping": {"beam_size": 5, "num_hypotheses": 3, "early_stopping": True},
     "beam 5, 5 best, no length penalty": {"beam_size": 5, "num_hypotheses": 5, "length_penalty": 0.0},
 }
+SCORES: dict[str, dict[str, Any]] = {
+    "no first token": {"begin_suppress_tokens": [4, 5, 6, 7, 8, 9, 10, 11, 12]},
+    "no bigram of the source": {"encoder_no_repeat_ngram_size": 2},
+    "no token of the source": {"encoder_no_repeat_ngram_size": 1, "min_decoding_length": 1},
+    "tokens of the source": {"encoder_repetition_penalty": 1.7},
+    "not tokens of the source": {"encoder_repetition_penalty": 0.6, "repetition_penalty": 1.2},
+    "earlier ends": {"exponential_decay_length_penalty": (2, 1.15)},
+    "later ends": {"exponential_decay_length_penalty": (1, 0.5)},
+    "biases": {
+        "sequence_bias": [[[5], -2.5], [[6], 1.5], [[2], -1.0], [[6, 7], 4.0], [[7, 7], -3.0], [[8, 6, 7], 2.0]]
+    },
+    "normalised again": {"sequence_bias": [[[6], 1.5]], "repetition_penalty": 1.3, "renormalize_logits": True},
+    "all of them": {
+        "begin_suppress_tokens": [4, 5, 6],
+        "encoder_no_repeat_ngram_size": 3,
+        "encoder_repetition_penalty": 1.2,
+        "exponential_decay_length_penalty": (3, 1.1),
+        "sequence_bias": [[[9], 0.7], [[9, 10], -1.5]],
+        "no_repeat_ngram_size": 3,
+        "repetition_penalty": 1.1,
+        "suppress_sequences": [[11], [12, 13]],
+        "renormalize_logits": True,
+    },
+}
+CASES |= {f"greedy, {name}": options for name, options in SCORES.items()}
+CASES |= {f"beam 4, {name}": {"beam_size": 4, **options} for name, options in SCORES.items()}
 PREFIXED: dict[str, dict[str, Any]] = {
     "greedy": {},
     "greedy, repetition penalty": {"repetition_penalty": 1.5},
@@ -66,8 +93,14 @@ PREFIXED: dict[str, dict[str, Any]] = {
     "beam 4, no bigram twice": {"beam_size": 4, "no_repeat_ngram_size": 2},
     "beam 4, at least 6 tokens": {"beam_size": 4, "min_decoding_length": 6},
     "beam 8, 4 best, length penalty 2": {"beam_size": 8, "num_hypotheses": 4, "length_penalty": 2.0},
+    "greedy, all of them": SCORES["all of them"],
+    "beam 4, all of them": {"beam_size": 4, **SCORES["all of them"]},
 }
-NAMES = {"beam_size": "num_beams", "num_hypotheses": "num_return_sequences"}
+NAMES = {
+    "beam_size": "num_beams",
+    "num_hypotheses": "num_return_sequences",
+    "suppress_sequences": "bad_words_ids",
+}
 START = 1  # their lengths count the start token
 
 
@@ -98,10 +131,12 @@ def sources(request: pytest.FixtureRequest, pair: tuple[TorchModel, Oracle]) -> 
 
 
 def agrees(model: TorchModel, options: dict[str, Any], ours: Hypothesis, other: Generated, prefix: list[int]) -> bool:
-    """Two searches in float32; a repetition penalty multiplies or divides what logits are off."""
+    """Two searches in float32; penalties multiply or divide what logits are off."""
     tokens = len(ours.tokens) + START
-    penalty = options.get("repetition_penalty", 1.0)
-    limit = 2 * log_prob_limit(model.model, LONGEST) * max(penalty, 1 / penalty)
+    penalties = [options.get(name, 1.0) for name in ("repetition_penalty", "encoder_repetition_penalty")]
+    start, factor = options.get("exponential_decay_length_penalty", (0, 1.0))
+    factors = [max(p, 1 / p) for p in penalties] + [max(factor, 1.0) ** (LONGEST - start)]
+    limit = 2 * log_prob_limit(model.model, LONGEST) * math.prod(factors)
     if ours.tokens != [*prefix, *other.tokens]:
         return False
     if other.score is not None:
@@ -118,7 +153,13 @@ def compare(
     model, oracle = pair
     options = {"max_decoding_length": LONGEST, **options}
     with torch.inference_mode():
-        expected = oracle.generate(sources, prefixes=prefixes, **theirs(options))
+        if any(name.startswith("encoder_") for name in options):  # theirs reads the padding of a batch, too
+            alone = [
+                oracle.generate([s], prefixes=[p], **theirs(options)) for s, p in zip(sources, prefixes, strict=True)
+            ]
+            expected = [sequences for (sequences,) in alone]
+        else:
+            expected = oracle.generate(sources, prefixes=prefixes, **theirs(options))
     requests = [Request(source=s, target_prefix=p) for s, p in zip(sources, prefixes, strict=True)]
     ours = DecodeOptions(compatibility="huggingface", return_end_token=True, max_batch_size=50, **options)
     found = generate(model, requests, ours, SpecialIds(pad=0, bos=1, eos=2, source_ends_with_eos=True))

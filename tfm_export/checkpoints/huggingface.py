@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfm_export.checkpoints import bart, t5
-from tfm_export.checkpoints.files import Contents, read_json
+from tfm_export.checkpoints.files import CONFIG, GENERATION_CONFIG, Contents, read_json
+from tfm_export.checkpoints.generation import GenerationSettings, apply_generation, generation_settings, special_id
 from tfm_export.checkpoints.partial import PartialCheckpoint
 from tfm_export.checkpoints.wrapping import Weights
 from tfm_export.errors import CheckpointError
@@ -16,44 +17,20 @@ FAMILIES: dict[str, Callable[[Contents, Weights, Mapping[str, Any]], PartialChec
     **dict.fromkeys(bart.FAMILIES, bart.read),
     **dict.fromkeys(t5.FAMILIES, t5.read),
 }
-CONFIG, GENERATION = "config.json", "generation_config.json"
-
-# Their generation settings and our options of the same meaning.
-SAME = {
-    "num_beams": "beam_size",
-    "length_penalty": "length_penalty",
-    "no_repeat_ngram_size": "no_repeat_ngram_size",
-    "repetition_penalty": "repetition_penalty",
-    "forced_bos_token_id": "forced_bos",
-    "min_new_tokens": "min_decoding_length",
-    "bad_words_ids": "suppress_sequences",
-    "early_stopping": "early_stopping",
-}
-# Settings that would change what comes out and have no counterpart, with the value at which they do nothing.
-WITHOUT_COUNTERPART = {
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "diversity_penalty": 0.0,
-    "num_beam_groups": 1,
-    "penalty_alpha": None,
-    "begin_suppress_tokens": None,
-    "exponential_decay_length_penalty": None,
-    "sequence_bias": None,
-    "guidance_scale": None,
-    "do_sample": False,
-    "num_return_sequences": 1,
-    "renormalize_logits": False,
-}
-
+# What transformers does where the file that it reads lacks a special id.
+MISSING = {"bos": "transformers refuses", "eos": "lets transformers end no target before it is the longest"}
 
 # What settings must be where they are not null; others are checked where they are used.
 WHOLE = (
     "encoder_attention_heads", "decoder_attention_heads", "max_position_embeddings", "n_positions", "max_length",
     "max_new_tokens", "min_length", "min_new_tokens", "pad_token_id", "decoder_start_token_id", "num_beams",
-    "forced_bos_token_id", "relative_attention_max_distance", "no_repeat_ngram_size",
+    "forced_bos_token_id", "relative_attention_max_distance", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "top_k",
 )  # fmt: skip
 ONE_OR_MORE = ("eos_token_id", "forced_eos_token_id")
-LISTS = ("suppress_tokens", "bad_words_ids")
+LISTS = ("suppress_tokens", "begin_suppress_tokens")
+SEQUENCES = ("bad_words_ids",)
+BIASES = ("sequence_bias",)
 TEXTS = ("model_type", "activation_function", "feed_forward_proj")
 
 
@@ -61,14 +38,26 @@ def _check_types(contents: Contents) -> None:
     def whole(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
 
+    def ids_alone(value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(one, list) and one and all(map(whole, one)) for one in value)
+
+    def biases(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2 and ids_alone(value[:1])
+
     problems = []
-    for file, values in ((CONFIG, contents.config), (GENERATION, contents.generation)):
+    for file, values in ((CONFIG, contents.config), (GENERATION_CONFIG, contents.generation)):
         for name, value in values.items():
             several = isinstance(value, list) and bool(value) and all(map(whole, value))
             for names, fits, expected in (
                 (WHOLE, whole(value), "a whole number"),
                 (ONE_OR_MORE, whole(value) or several, "a whole number, or a list of some"),
                 (LISTS, isinstance(value, list), "a list"),
+                (SEQUENCES, ids_alone(value), "a list of lists of ids"),
+                (
+                    BIASES,
+                    isinstance(value, list) and all(map(biases, value)),
+                    "a list of lists of ids with a number each",
+                ),
                 (TEXTS, isinstance(value, str), "a text"),
             ):
                 if name in names and value is not None and not fits:
@@ -95,20 +84,25 @@ def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> P
         )
     found = FAMILIES[family](contents, weights, settings)
     found.files = contents.files
-    _special_ids(found, contents)
-    _generation(found, contents)
+    generation = generation_settings(contents, settings.get("ignore_generation", []))
+    _special_ids(found, contents, generation)
+    apply_generation(found, contents, generation)
     return found
 
 
-def _special_ids(found: PartialCheckpoint, contents: Contents) -> None:
+def _special_ids(found: PartialCheckpoint, contents: Contents, generation: GenerationSettings) -> None:
     wanted = {"pad": "pad_token_id", "bos": "decoder_start_token_id", "eos": "eos_token_id"}
     for name, theirs in wanted.items():
-        value, origin = _setting(contents, theirs)
+        value, origin = special_id(generation, contents, theirs)
+        if name in MISSING.keys() - found.settings.keys() and value is not None and origin != generation.origin:
+            found.notes.append(
+                f"{generation.origin} has no {theirs}, which {MISSING[name]}: the bundle takes {CONFIG}'s {value!r}"
+            )
         if isinstance(value, list) and value:
             found.options["end_token"] = value
             value = value[0]
         if value is None:
-            found.ask(name, f"{CONFIG} and {GENERATION} have no {theirs}")
+            found.ask(name, f"{CONFIG} and {GENERATION_CONFIG} have no {theirs}")
         else:
             found.know(name, value, origin)
     if contents.config["model_type"] == "m2m_100" and found.value("bos") == found.value("pad") is not None:
@@ -133,50 +127,3 @@ def _unknown_id(contents: Contents) -> int | None:
     else:
         found = read_json(contents.files["vocab.json"]).get("<unk>") if "vocab.json" in contents.files else None
     return found if isinstance(found, int) else None
-
-
-def _setting(contents: Contents, name: str) -> tuple[Any, str]:
-    """A setting of generation, which old models have in their config.json, and where it stands."""
-    for file, values in ((GENERATION, contents.generation), (CONFIG, contents.config)):
-        if values.get(name) is not None:
-            return values[name], file
-    return None, CONFIG
-
-
-def _generation(found: PartialCheckpoint, contents: Contents) -> None:
-    found.options["compatibility"] = "huggingface"
-    for theirs, ours in SAME.items():
-        value, origin = _setting(contents, theirs)
-        if value is not None and ours in {"beam_size", "length_penalty"}:
-            found.know(ours, value, origin)
-        elif value is not None and (value or ours == "forced_bos"):
-            found.options[ours] = value
-    suppressed, _ = _setting(contents, "suppress_tokens")
-    if suppressed:
-        sequences = [*found.options.get("suppress_sequences", []), *([token] for token in suppressed)]
-        found.options["suppress_sequences"] = sequences
-    forced_end, _ = _setting(contents, "forced_eos_token_id")
-    if forced_end is not None:
-        found.options["forced_eos"] = forced_end[0] if isinstance(forced_end, list) else forced_end
-    _lengths(found, contents)
-    for name, neutral in WITHOUT_COUNTERPART.items():
-        value, origin = _setting(contents, name)
-        if value not in (None, neutral):
-            found.notes.append(f"{origin} has {name} {quote(value)}, which is not among the bundle's defaults")
-
-
-def _lengths(found: PartialCheckpoint, contents: Contents) -> None:
-    """Their max_length and min_length count the start token; what counts new tokens alone goes before them."""
-    longest, origin = _setting(contents, "max_new_tokens")
-    if longest is None:
-        longest, origin = _setting(contents, "max_length")
-        longest = None if longest is None else longest - 1
-    if isinstance(longest, int) and longest >= 1:
-        found.know("generation_length", longest, origin)
-    shortest, _ = _setting(contents, "min_length")
-    if "min_decoding_length" not in found.options and isinstance(shortest, int) and shortest > 1:
-        found.options["min_decoding_length"] = shortest - 1
-    # Theirs may ask for more than there may be: the end comes at the most then, and only there.
-    most = found.value("generation_length")
-    if most is not None and found.options.get("min_decoding_length", 0) > most:
-        found.options["min_decoding_length"] = most

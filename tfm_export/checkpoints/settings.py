@@ -70,13 +70,16 @@ ASKED = {
     ),
     "weights": Setting("str", "where in the file the weights are", "--weights PLACE"),
 }
-# For the file of settings alone.
+# What has an option, and is asked for by no checkpoint, and what is for the file of settings alone.
 OTHERS = {
     "keys": Setting("map", "which weight of the file is which of the reference model, by their names"),
     "ignore": Setting(
         "list",
         "weights of the file that are of no use, by name; * stands for any characters",
         "--ignore-weights PATTERN",
+    ),
+    "ignore_generation": Setting(
+        "list", "keys of generation_config.json that are not to be applied", "--ignore-generation KEY"
     ),
     "beam_size": Setting("int", "hypotheses kept at each step, by default"),
     "length_penalty": Setting("float", "the exponent by which length divides a score, by default"),

@@ -43,6 +43,12 @@ OPTIONS = (
     click.option(
         "--source-ends-with-eos/--source-ends-without-eos", default=None, help="Whether sources end with eos."
     ),
+    click.option(
+        "--ignore-generation",
+        metavar="KEY",
+        multiple=True,
+        help="A key of generation_config.json to leave out, such as guidance_scale; can be repeated.",
+    ),
     click.option("--weights", metavar="PLACE", help='The place of the weights in the file, such as "ema".'),
     click.option(
         "--ignore-weights",
@@ -70,8 +76,10 @@ def given_settings(config: Path | None, options: dict[str, Any]) -> dict[str, An
     Raises:
         CheckpointError: the file is none of settings.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value not in (None, ())}
     ignored = given.pop("ignore_weights", [])
+    if "ignore_generation" in given:
+        given["ignore_generation"] = [*given["ignore_generation"]]
     settings: dict[str, Any] = {}
     if config is not None:
         from tfm_export.checkpoints import read_settings

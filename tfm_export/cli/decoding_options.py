@@ -29,6 +29,26 @@ def ids(text: str) -> list[int]:
     return [int(word) for word in text.split()]
 
 
+def biased_sequence(text: str) -> tuple[list[int], float]:
+    """A sequence of ids, "=", and what is added to its score.
+
+    Raises:
+        ValueError: it is something else, which click makes a usage error.
+    """
+    sequence, _, bias = text.rpartition("=")
+    return ids(sequence), float(bias)
+
+
+def start_and_factor(text: str) -> tuple[int, float]:
+    """Two numbers separated by a space.
+
+    Raises:
+        ValueError: it is something else, which click makes a usage error.
+    """
+    start, factor = text.split()
+    return int(start), float(factor)
+
+
 TARGET = click.STRING  # text, or ids with --ids
 FLAG = click.BOOL
 
@@ -72,10 +92,24 @@ ENTRIES = {
     "sampling_temperature": Entry(click.FLOAT, "Divides the log-probabilities before a draw."),
     "seed": Entry(click.INT, "The same seed draws the same tokens.", default="anew each time"),
     "repetition_penalty": Entry(click.FLOAT, "Makes tokens that are already in the target less likely."),
+    "encoder_repetition_penalty": Entry(click.FLOAT, "Makes tokens of the source more likely, below 1 less likely."),
     "no_repeat_ngram_size": Entry(click.INT, "No n-gram of this size occurs twice; 0 allows all."),
+    "encoder_no_repeat_ngram_size": Entry(
+        click.INT, "No n-gram of the source of this size occurs in the target; 0 allows all."
+    ),
     "disable_unk": Entry(FLAG, "Never generate the unknown token."),
     "suppress_sequences": Entry(
         TARGET, "Never generate this sequence; can be repeated.", ("--suppress",), multiple=True
+    ),
+    "begin_suppress_tokens": Entry(ids, "Ids of tokens that may not come first, after what is forced."),
+    "sequence_bias": Entry(
+        biased_sequence,
+        'Ids of a sequence, "=", and what to add to the score of its last token after the others; can be repeated.',
+        multiple=True,
+    ),
+    "exponential_decay_length_penalty": Entry(
+        start_and_factor,
+        "After this many tokens, the scores of end tokens grow by this factor with each token: two numbers.",
     ),
     "replace_unknowns": Entry(FLAG, "Replace an unknown token by the source token with the most attention."),
     "start_tokens": Entry(ids, "Ids of the tokens that the decoder starts from.", default="the model's start token"),
@@ -97,6 +131,7 @@ ENTRIES = {
         click.Choice(LENGTH_FORMULAS), "How the length of a target is computed.", default=COMPATIBLE
     ),
     "score_change": Entry(click.Choice(SCORE_CHANGES), "Where masks and penalties apply.", default=COMPATIBLE),
+    "renormalize_logits": Entry(FLAG, "Normalise scores again after masks and penalties."),
     "end_after_prefix": Entry(
         click.Choice(END_AFTER_PREFIX), "Which candidates may end right after a forced prefix.", default=COMPATIBLE
     ),

@@ -44,6 +44,7 @@ def alternatives(
         num_hypotheses=1,
         length_formula="without_prefix",
         end_after_prefix="any_rank",
+        begin_suppress_tokens=(),
     )
     rest = iter(decode(model, branches, onward, special))
     return [merged([_joined(first, next(rest)) for first in result.hypotheses], keep_order=True) for result in firsts]

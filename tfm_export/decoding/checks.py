@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from tfm_export.bundle import SpecialIds
-from tfm_export.decoding.options import DecodeOptions
+from tfm_export.decoding.options import DecodeOptions, pairs
 from tfm_export.decoding.request import Request
 from tfm_export.errors import RequestError
 from tfm_export.graph import DECODER_STEP_ATTENTION, Dimensions
@@ -142,11 +142,16 @@ def _options_beyond_model(model: StepModel, options: DecodeOptions, special: Spe
     named: dict[str, Sequence[int]] = {
         "end_token": options.end_ids(special),
         "start_tokens": options.start_tokens or (),
+        "begin_suppress_tokens": options.begin_suppress_tokens,
     }
     named["suppress_sequences"] = [i for sequence in options.suppress_sequences for i in sequence]
+    named["sequence_bias"] = [i for sequence, _ in pairs(options.sequence_bias) for i in sequence]
     for name in ("forced_bos", "forced_eos"):
         named[name] = () if getattr(options, name) is None else (getattr(options, name),)
     for name, ids in named.items():
         yield from ids_beyond(name, ids, size)
+    sources = model.dimensions.source_vocabulary_size
+    for name in options.source_options if sources > size else ():
+        yield f"{name} needs one vocabulary: sources have {sources} tokens, targets have {size}"
     if options.disable_unk and special.unk is None:
         yield "disable_unk: this model's vocabulary has no unknown token"

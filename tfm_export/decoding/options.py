@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from tfm_export.bundle import SpecialIds
 from tfm_export.decoding.request import are_ids
@@ -68,12 +68,21 @@ class DecodeOptions:
         score_change: whether masks and penalties act before the softmax is normalised (the rest share the mass of
             what is forbidden: CTranslate2, and Hugging Face unless it searches with beams) or after.
         repetition_penalty: tokens that the target has already get this many times less likely (Keskar et al. 2019).
+        encoder_repetition_penalty: tokens of the source get this many times likelier, below 1 less likely. This option
+            and the next need a source and a target with the same vocabulary.
+        encoder_no_repeat_ngram_size: no n-gram of the source of this size may come in the target; 0 allows all.
         no_repeat_ngram_size: no n-gram of this size may come twice; 0 allows all.
+        renormalize_logits: where score_change is after_softmax, let the scores be log-probabilities again after that.
         start_token_repeats: the start token counts as one that the target has already (Hugging Face).
         end_after_prefix: whether an end token right after a forced prefix may come from any of the beam_size best
             candidates, or only from the best (CTranslate2).
         disable_unk: never generate the unknown token.
         suppress_sequences: sequences never to generate; one of a single token forbids that token.
+        begin_suppress_tokens: tokens that may not come first, after what is forced.
+        sequence_bias: pairs of a sequence and a number, which is added to the score of the sequence's last token where
+            the others stand before it; a mapping will do. A sequence of a single token has its number added everywhere.
+        exponential_decay_length_penalty: (start, factor): once more than `start` tokens were searched for, n more, the
+            score s of an end token becomes s + |s| (factor ** n - 1).
         prefix_bias_beta: target_prefix becomes a wish: while a hypothesis follows it, its next token's probability p
             becomes (1 - beta) p + beta. 0 forces the prefix.
         target_prefix: tokens that every target begins with. They are part of the result, with log-probability 0.
@@ -114,11 +123,17 @@ class DecodeOptions:
     early_stopping: bool | Literal["never"] | None = None
     score_change: ScoreChange | None = None
     repetition_penalty: float = 1.0
+    encoder_repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
+    encoder_no_repeat_ngram_size: int = 0
+    renormalize_logits: bool = False
     start_token_repeats: bool | None = None
     end_after_prefix: Literal["any_rank", "first_rank"] | None = None
     disable_unk: bool = False
     suppress_sequences: Sequence[Sequence[int]] = ()
+    begin_suppress_tokens: Sequence[int] = ()
+    sequence_bias: Sequence[tuple[Sequence[int], float]] | Mapping[tuple[int, ...], float] = ()
+    exponential_decay_length_penalty: tuple[int, float] | None = None
     prefix_bias_beta: float = 0.0
     target_prefix: Sequence[int] = ()
     start_tokens: Sequence[int] | None = None
@@ -145,12 +160,21 @@ class DecodeOptions:
     compatibility: Compatibility = "ctranslate2"
 
     def __post_init__(self) -> None:
-        if problems := [*_wrong_types(self)] or [*_out_of_range(self), *_contradictions(self)]:
+        if problems := [*_wrong_types(self)] or [*_out_of_range(self), *_wrong_parts(self), *_contradictions(self)]:
             raise RequestError(problems)
-        for name in ("target_prefix", "start_tokens", "end_token"):
+        for name in (
+            "target_prefix",
+            "start_tokens",
+            "end_token",
+            "begin_suppress_tokens",
+            "exponential_decay_length_penalty",
+        ):
             if (value := getattr(self, name)) is not None and not isinstance(value, numbers.Integral):
                 object.__setattr__(self, name, tuple(value))
         object.__setattr__(self, "suppress_sequences", tuple(tuple(sequence) for sequence in self.suppress_sequences))
+        # The last of two numbers for the same sequence holds, as in Hugging Face's processor.
+        biases = {tuple(sequence): float(bias) for sequence, bias in pairs(self.sequence_bias)}
+        object.__setattr__(self, "sequence_bias", tuple(biases.items()))
 
     @cached_property
     def rules(self) -> Rules:
@@ -192,6 +216,15 @@ class DecodeOptions:
         return [name for name in ("coverage_penalty", "return_attention", "replace_unknowns") if getattr(self, name)]
 
     @property
+    def source_options(self) -> list[str]:
+        """The options set by which a source's tokens change a target's scores."""
+        set_ = {
+            "encoder_repetition_penalty": self.encoder_repetition_penalty != 1,
+            "encoder_no_repeat_ngram_size": self.encoder_no_repeat_ngram_size > 0,
+        }
+        return [name for name, is_set in set_.items() if is_set]
+
+    @property
     def needs_attention(self) -> bool:
         """Whether steps must give attention."""
         return bool(self.attention_options)
@@ -214,7 +247,13 @@ class DecodeOptions:
         return math.pow(base, self.length_penalty)
 
 
+def pairs(biases: Any) -> list[Any]:
+    """The pairs of sequence_bias, which may be a mapping."""
+    return [*(biases.items() if isinstance(biases, Mapping) else biases)]
+
+
 LEAST = {"beam_size": 1, "num_hypotheses": 1, "max_batch_size": 1, "no_repeat_ngram_size": 0, "sampling_topk": 0}
+LEAST |= {"encoder_no_repeat_ngram_size": 0}
 LEAST |= {"min_decoding_length": 0, "max_decoding_length": 1, "sampling_temperature": 0, "seed": 0}
 MOST = {"seed": 2**63 - 1}  # of any other integer:
 MOST_OTHERWISE = 2**31 - 1
@@ -238,13 +277,31 @@ def _wrong_types(o: DecodeOptions) -> Iterator[str]:
         value = getattr(o, field.name)
         if not isinstance(value, kind) and (value is not None or field.default is not None):
             yield f"{field.name} must be {what}, found {quote(value)}"
-    for name in ("target_prefix", "start_tokens", "end_token"):
+    for name in ("target_prefix", "start_tokens", "begin_suppress_tokens", "end_token"):
         value = getattr(o, name)
         if value is not None and not (are_ids(value) or (name == "end_token" and isinstance(value, numbers.Integral))):
             yield f"{name} must be ids, found {quote(value)}"
     sequences: object = o.suppress_sequences
     if not isinstance(sequences, Iterable) or not all(map(are_ids, sequences)):
         yield f"suppress_sequences must be sequences of ids, found {quote(sequences)}"
+    biases: object = o.sequence_bias
+    if not isinstance(biases, Iterable) or not all(map(_is_bias, pairs(biases))):
+        yield f"sequence_bias must be pairs of a sequence of ids and a number, found {quote(biases)}"
+    decay: object = o.exponential_decay_length_penalty
+    if decay is not None and not _is_decay(decay):
+        yield f"exponential_decay_length_penalty must be an integer and a number, found {quote(decay)}"
+
+
+def _is_bias(pair: object) -> bool:
+    return _is_pair(pair) and are_ids(pair[0]) and isinstance(pair[1], numbers.Real)
+
+
+def _is_decay(pair: object) -> bool:
+    return _is_pair(pair) and isinstance(pair[0], numbers.Integral) and isinstance(pair[1], numbers.Real)
+
+
+def _is_pair(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
 
 
 def _out_of_range(o: DecodeOptions) -> Iterator[str]:
@@ -260,6 +317,7 @@ def _out_of_range(o: DecodeOptions) -> Iterator[str]:
     within = {
         "patience": (0 < o.patience < math.inf, "above 0"),
         "repetition_penalty": (0 < o.repetition_penalty < math.inf, "above 0"),
+        "encoder_repetition_penalty": (0 < o.encoder_repetition_penalty < math.inf, "above 0"),
         "length_penalty": (abs(o.length_penalty) <= MOST_PENALTY, f"from {-MOST_PENALTY:g} to {MOST_PENALTY:g}"),
         "coverage_penalty": (math.isfinite(o.coverage_penalty), "a finite number"),
         "sampling_topp": (0 < o.sampling_topp <= 1, "above 0 and at most 1"),
@@ -267,8 +325,21 @@ def _out_of_range(o: DecodeOptions) -> Iterator[str]:
         "min_alternative_expansion_prob": (0 <= o.min_alternative_expansion_prob <= 1, "from 0 to 1"),
     }
     yield from (f"{name} must be {what}, found {getattr(o, name)}" for name, (fits, what) in within.items() if not fits)
+
+
+def _wrong_parts(o: DecodeOptions) -> Iterator[str]:
     if any(not sequence for sequence in o.suppress_sequences):
         yield "suppress_sequences must not hold an empty sequence"
+    for sequence, bias in pairs(o.sequence_bias):
+        if not len(sequence):
+            yield "sequence_bias must not hold an empty sequence"
+        if not math.isfinite(bias):
+            yield f"sequence_bias must hold finite numbers, found {bias}: suppress_sequences forbids a sequence"
+    if (decay := o.exponential_decay_length_penalty) is not None and not (decay[0] >= 0 and 0 < decay[1] < math.inf):
+        yield (
+            "exponential_decay_length_penalty must be a start of at least 0 and a finite factor above 0, "
+            f"found {decay!r}"
+        )
     for name in ("end_token", "start_tokens"):
         if isinstance(value := getattr(o, name), Sequence) and not value:
             yield f"{name} must name at least one id"
@@ -300,6 +371,10 @@ def _contradictions(o: DecodeOptions) -> Iterator[str]:
         ),
         "prefix_bias_beta and return_alternatives exclude each other: alternatives come after a forced prefix": (
             bool(o.prefix_bias_beta) and o.return_alternatives
+        ),
+        "exponential_decay_length_penalty and return_alternatives exclude each other: the one counts from the first "
+        "token, the others are searched for in two parts": (
+            o.exponential_decay_length_penalty is not None and o.return_alternatives
         ),
         "prefix_bias_beta and forced_bos exclude each other: the one wishes, the other forces": (
             bool(o.prefix_bias_beta) and o.forced_bos is not None

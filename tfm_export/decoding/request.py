@@ -14,6 +14,7 @@ from numpy.random import Generator
 
 from tfm_export.decoding.constraints import Constraint
 from tfm_export.decoding.result import Hypothesis, Reason
+from tfm_export.decoding.source_rules import NO_SOURCE_RULES, SourceRules
 from tfm_export.errors import RequestError
 from tfm_export.quotation import quote
 from tfm_export.runtime.step_model import Floats
@@ -107,6 +108,7 @@ class RequestState:
         wished: the tokens that prefix_bias_beta draws it to.
         constraint: which tokens may follow.
         edits: whether its scores can ever be changed.
+        source: what its source's tokens change in its scores.
         random: what its tokens are drawn with; None where none are drawn.
         prompt: tokens that the decoder has still to take in before it says what may follow.
         distributions: of each of its K hypotheses, what each token was chosen from, where the options ask for that.
@@ -128,6 +130,7 @@ class RequestState:
     random: Generator | None
     prompt: list[int]
     distributions: list[list[Floats]]
+    source: SourceRules = NO_SOURCE_RULES
     finished: list[Hypothesis] = field(default_factory=list)
     top_finished: bool = False
     began: float = 0.0

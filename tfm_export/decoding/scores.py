@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfm_export.decoding.constraints import Constraint
-from tfm_export.decoding.options import DecodeOptions
+from tfm_export.decoding.options import DecodeOptions, pairs
+from tfm_export.decoding.source_rules import NO_SOURCE_RULES, SourceRules, ngrams
 from tfm_export.errors import RequestError
 from tfm_export.runtime.step_model import Floats, Ids
 
@@ -23,6 +24,7 @@ Doubles = NDArray[np.float64]
 
 # Below this remaining mass, 1 - mass of the changed tokens has lost too many digits: sum up the rest itself.
 LEAST_MASS = 0.1
+LARGEST_LOG_FACTOR = 60.0  # of exponential_decay_length_penalty
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class Edit:
     Attributes:
         banned: tokens that may not follow.
         penalised: tokens that the target has already and that get less likely.
+        copied: tokens of the source, which get likelier.
+        biases: what is added to the scores of tokens, each of which is named once.
+        end_factor: how many times as large the scores of end tokens become, as if they were positive.
         allowed: the only tokens that may follow; None where all may.
         wish: the token that the wished prefix goes on with.
         forced: the token that must follow, with log-probability 0.
@@ -39,6 +44,9 @@ class Edit:
 
     banned: frozenset[int] = frozenset()
     penalised: frozenset[int] = frozenset()
+    copied: frozenset[int] = frozenset()
+    biases: tuple[tuple[int, float], ...] = ()
+    end_factor: float = 1.0
     allowed: frozenset[int] | None = None
     wish: int | None = None
     forced: int | None = None
@@ -62,13 +70,17 @@ class Editor:
         self, options: DecodeOptions, end_ids: Sequence[int], start: Sequence[int], unk: int | None, longest: int
     ) -> None:
         self._options, self._end_ids, self._longest = options, end_ids, longest
-        self._early = options.rules.score_change == "before_softmax"
+        self._on_logits = options.rules.score_change == "before_softmax"
+        self._early = self._on_logits or options.renormalize_logits
         self._start = list(start) if options.rules.start_token_repeats else []
         suppressed = {sequence[0] for sequence in options.suppress_sequences if len(sequence) == 1}
         if options.disable_unk and unk is not None:
             suppressed.add(unk)
         self._suppressed = frozenset(suppressed)
         self._sequences = [list(sequence) for sequence in options.suppress_sequences if len(sequence) > 1]
+        biases = pairs(options.sequence_bias)
+        self._token_biases = {sequence[0]: bias for sequence, bias in biases if len(sequence) == 1}
+        self._sequence_biases = [(sequence, bias) for sequence, bias in biases if len(sequence) > 1]
 
     def may_edit(self, request_constraint: Constraint | None) -> bool:
         """Whether any hypothesis can ever get an edit; if not, none need be asked for."""
@@ -79,18 +91,40 @@ class Editor:
             or o.min_decoding_length
             or o.repetition_penalty != 1
             or o.no_repeat_ngram_size
+            or o.source_options
+            or o.begin_suppress_tokens
+            or o.sequence_bias
+            or o.exponential_decay_length_penalty
             or o.prefix_bias_beta
             or o.forced_eos is not None
             or (request_constraint or o.constraint) is not None
         )
 
-    def edit(self, tokens: list[int], prefix: Sequence[int], constraint: Constraint | None) -> Edit:
+    def source_rules(self, source: Sequence[int]) -> SourceRules:
+        """What a source's tokens change after any target."""
+        o, size = self._options, self._options.encoder_no_repeat_ngram_size
+        return SourceRules(
+            tokens=frozenset(source) if o.encoder_repetition_penalty != 1 else frozenset(),
+            ngrams=ngrams(source, size) if size else {},
+        )
+
+    def edit(
+        self,
+        tokens: list[int],
+        prefix: Sequence[int],
+        constraint: Constraint | None,
+        *,
+        forced: int = 0,
+        source: SourceRules = NO_SOURCE_RULES,
+    ) -> Edit:
         """What is changed after some tokens.
 
         Args:
             tokens: of the target so far, without the start token.
             prefix: the wished prefix.
             constraint: which tokens may follow.
+            forced: how many tokens the target begins with that were not chosen.
+            source: what the source's tokens change.
         """
         o = self._options
         if o.forced_eos is not None and len(tokens) == self._longest - 1:
@@ -101,22 +135,43 @@ class Editor:
         if o.no_repeat_ngram_size:
             banned.update(_repeating(history, o.no_repeat_ngram_size))
         for sequence in self._sequences:
-            if history[len(history) - len(sequence) + 1 :] == sequence[:-1]:
+            if _may_complete(history, sequence):
                 banned.add(sequence[-1])
+        if len(tokens) == forced:
+            banned.update(o.begin_suppress_tokens)
+        if source.ngrams:
+            banned.update(source.ngrams.get(tuple(history[len(history) - o.encoder_no_repeat_ngram_size + 1 :]), ()))
         wished = bool(o.prefix_bias_beta) and len(tokens) < len(prefix) and tokens == list(prefix[: len(tokens)])
         allowed = None if constraint is None else constraint(tokens)
         return Edit(
             banned=frozenset(banned),
             penalised=frozenset(history) if o.repetition_penalty != 1 else frozenset(),
+            copied=source.tokens,
+            biases=self._biases_after(history),
+            end_factor=self._end_factor(len(tokens) - (forced if o.forced_bos is None else 0)),
             allowed=None if allowed is None else frozenset(allowed),
             wish=prefix[len(tokens)] if wished else None,
         )
+
+    def _biases_after(self, history: list[int]) -> tuple[tuple[int, float], ...]:
+        biases = dict(self._token_biases)
+        for sequence, bias in self._sequence_biases:
+            if _may_complete(history, sequence):
+                biases[sequence[-1]] = biases.get(sequence[-1], 0.0) + bias
+        return tuple(biases.items())
+
+    def _end_factor(self, searched: int) -> float:
+        """What exponential_decay_length_penalty makes of the scores of end tokens after so many tokens."""
+        if (decay := self._options.exponential_decay_length_penalty) is None or searched <= decay[0]:
+            return 1.0
+        # Beyond the largest, which no score can overflow, an end token follows in any case.
+        return math.exp(min((searched - decay[0]) * math.log(decay[1]), LARGEST_LOG_FACTOR))
 
     def needs_log_probs(self, edit: Edit, candidates: int, wanted: int) -> bool:
         """Whether the best `candidates` tokens of a step do not suffice to know the best `wanted` after an edit."""
         if edit == NO_EDIT or edit.forced is not None:
             return False
-        only_bans = not edit.penalised and edit.allowed is None and edit.wish is None
+        only_bans = edit == Edit(banned=edit.banned)
         return self._early or not only_bans or len(edit.banned) > candidates - wanted
 
     def best(
@@ -172,26 +227,36 @@ class Editor:
 
     def _replaced(self, edit: Edit, log_probs: Floats, log_normaliser: float | None) -> tuple[Ids, Doubles]:
         """The tokens whose scores an edit names, and those scores before they are normalised again."""
-        named = edit.penalised | edit.banned
+        biases = dict(edit.biases)
+        named = edit.penalised | edit.banned | edit.copied | biases.keys()
+        if edit.end_factor != 1:
+            named |= {*self._end_ids}
         if edit.wish is not None:
             named |= {edit.wish}
         ids = _array(named if edit.allowed is None else edit.allowed)
         values = log_probs[ids].astype(np.float64)
-        penalised, penalty = np.isin(ids, _array(edit.penalised)), self._options.repetition_penalty
-        if penalised.any():
+        if biases:
+            values += np.array([biases.get(token, 0.0) for token in ids.tolist()])
+        o = self._options
+        if edit.copied or edit.penalised or edit.end_factor != 1:
             level = self._logit_level(log_normaliser)
-            logits = values[penalised] + level
-            values[penalised] = np.where(logits < 0, logits * penalty, logits / penalty) - level
+            values += level
+            _multiply(values, np.isin(ids, _array(edit.copied)), 1 / o.encoder_repetition_penalty)
+            _multiply(values, np.isin(ids, _array(edit.penalised)), o.repetition_penalty)
+            if edit.end_factor != 1:
+                ends = np.isin(ids, self._end_ids) & np.isfinite(values)
+                values[ends] += np.abs(values[ends]) * (edit.end_factor - 1)
+            values -= level
         values[np.isin(ids, _array(edit.banned))] = -np.inf
         return ids, values
 
     def _logit_level(self, log_normaliser: float | None) -> float:
-        if not self._early:
+        if not self._on_logits:
             return 0.0
         if log_normaliser is None:
             raise RequestError(
-                "repetition_penalty acts on logits, of which this runtime's decoder step gives no normaliser",
-                hint="score_change='after_softmax', which lets it act on log-probabilities",
+                "penalties multiply logits, of which this runtime's decoder step gives no normaliser",
+                hint="score_change='after_softmax', which lets them act on log-probabilities",
             )
         return log_normaliser
 
@@ -216,6 +281,17 @@ class Editor:
         values = values + math.log1p(-beta)
         values[wished] = np.logaddexp(values[wished], math.log(beta))
         return values
+
+
+def _may_complete(history: list[int], sequence: Sequence[int]) -> bool:
+    """Whether all of a sequence but its last token stands at the end."""
+    return history[len(history) - len(sequence) + 1 :] == [*sequence[:-1]]
+
+
+def _multiply(scores: Doubles, where: NDArray[np.bool_], penalty: float) -> None:
+    """Make some scores `penalty` times less likely, in place: a negative one is multiplied, another one divided."""
+    some = scores[where]
+    scores[where] = np.where(some < 0, some * penalty, some / penalty)
 
 
 def _repeating(tokens: list[int], size: int) -> set[int]:

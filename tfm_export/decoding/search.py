@@ -17,7 +17,7 @@ from tfm_export.decoding.attention import coverage
 from tfm_export.decoding.batch import Batch
 from tfm_export.decoding.options import DecodeOptions
 from tfm_export.decoding.result import Hypothesis, Reason
-from tfm_export.decoding.scores import Edit, Editor
+from tfm_export.decoding.scores import NO_EDIT, Edit, Editor
 from tfm_export.decoding.top_tokens import TopTokens
 from tfm_export.errors import RequestError
 from tfm_export.runtime.step_model import Ids, StepOutput
@@ -65,12 +65,24 @@ class SearchContext:
         edited = [row for row in rows.tolist() if batch.live[row].edits]
         if not edited:
             return None
-        edit, of, beams = self.editor.edit, batch.histories.of, range(self.options.beam_size)
-        states = [batch.live[row] for row in edited]
-        return {
-            row: [edit(of(row, beam)[0], state.wished, state.constraint) for beam in beams]
-            for row, state in zip(edited, states, strict=True)
+        return {row: self._edits_of(batch, row) for row in edited}
+
+    def _edits_of(self, batch: Batch, row: int) -> list[Edit]:
+        """The edits of a row's hypotheses. A dead one has that of the first living one: no constraint is asked of it."""
+        state, alive = batch.live[row], (batch.histories.scores[row] > -np.inf).tolist()
+        edits = {
+            beam: self.editor.edit(
+                batch.histories.of(row, beam)[0],
+                state.wished,
+                state.constraint,
+                forced=len(state.forced),
+                source=state.source,
+            )
+            for beam, lives in enumerate(alive)
+            if lives
         }
+        first = next(iter(edits.values()), NO_EDIT)
+        return [edits.get(beam, first) for beam in range(len(alive))]
 
     def hypothesis(
         self, batch: Batch, row: int, beam: int, extension: tuple[list[int], list[float]] = ([], [])

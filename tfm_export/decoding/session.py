@@ -107,6 +107,7 @@ class DecodingSession:
             wished=begin if o.prefix_bias_beta else (),
             constraint=constraint,
             edits=context.editor.may_edit(constraint),
+            source=context.editor.source_rules(request.source),
             random=generator(seed, request.draw) if o.samples else None,
             prompt=[*context.start, *forced],
             distributions=[[] for _ in range(o.beam_size)],

@@ -567,12 +567,13 @@ class Model:
     def _defaults(self, given: dict[str, Any]) -> dict[str, Any]:
         """The bundle's defaults for the options that were not given and do not contradict those that were."""
         generation = self.bundle.manifest.generation
-        samples = given.get("sampling_topk", 1) != 1
+        samples = given.get("sampling_topk", generation.options.get("sampling_topk", 1)) != 1
+        searches = given.get("sampling_topk") == 1 or given.get("beam_size", 1) > 1
         defaults = {
             "max_decoding_length": generation.max_length,
             "beam_size": 1 if samples else generation.beam_size,
             "length_penalty": generation.length_penalty,
-            **generation.options,
+            **{name: value for name, value in generation.options.items() if not (searches and "sampling" in name)},
         }
         return {name: value for name, value in defaults.items() if name not in given}
 
