@@ -68,7 +68,7 @@ class SearchContext:
         return {row: self._edits_of(batch, row) for row in edited}
 
     def _edits_of(self, batch: Batch, row: int) -> list[Edit]:
-        """The edits of a row's hypotheses. A dead one has that of the first living one: no constraint is asked of it."""
+        """The edits of a row's hypotheses. Dead ones have that of the first living one: no constraint is asked."""
         state, alive = batch.live[row], (batch.histories.scores[row] > -np.inf).tolist()
         edits = {
             beam: self.editor.edit(
