@@ -53,12 +53,13 @@ class Generation(Result):
 
 @dataclass(frozen=True)
 class Piece(SettledToken):
-    """A token that can no longer change, and what it adds to the text.
+    """A token that can no longer change, and what it adds to the text, which can no longer change either.
 
     Attributes:
         token: its id.
         log_prob: its log-probability; 0 where it was forced.
-        text: empty where the token does not show.
+        text: empty where the token does not show, or makes a character together with those that follow: the last of
+            them has it.
     """
 
     text: str

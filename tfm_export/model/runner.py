@@ -136,18 +136,27 @@ class Runner:
 
     def tokens(self, source: Source, options: DecodeOptions) -> Generator[SettledToken, None, Generation]:
         """Decode one source token by token; the tokens of a text are pieces of its target."""
-        ids: list[int] = []
-        told = ""
+        ids, told = list[int](), ""
+        held: SettledToken | None = None  # the last token, while what it adds may still change
         for item in stream(self._model_for(options), source.request, options, self._special, checked=True):
             if isinstance(item, Result):
-                return self._answer(source, item, options)
+                answer = self._answer(source, item, options)
+                if held is not None:
+                    yield Piece(held.token, held.log_prob, answer.text[len(told) :])
+                return answer
             if source.text is None or self._tokenizer is None:
                 yield item
                 continue
             ids.append(item.token)
-            text = self._tokenizer.decode_target(ids)
-            yield Piece(item.token, item.log_prob, text[len(told) :])
-            told = text
+            stands = max(told, self._tokenizer.settled_target(ids), key=len)
+            whole = stands == self._tokenizer.decode_target(ids)
+            if held is not None:
+                yield Piece(held.token, held.log_prob, "" if whole else stands[len(told) :])
+            if whole:
+                yield Piece(item.token, item.log_prob, stands[len(told) :])
+            if whole or held is not None:
+                told = stands
+            held = None if whole else item
         raise AssertionError("a stream ends with its result")
 
     def close(self) -> None:

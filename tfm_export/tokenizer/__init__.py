@@ -53,6 +53,14 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def settled_target(self, ids: Sequence[int]) -> str:
+        """The beginning of the text of a target that stands, whatever ids follow.
+
+        Raises:
+            RequestError: an id that is not in the vocabulary.
+        """
+        ...
+
     def source_tokens(self, ids: Sequence[int]) -> list[str]:
         """The token of each source id, for people to read.
 

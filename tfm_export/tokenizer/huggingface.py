@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfm_export.bundle import TOKENIZER, Bundle, SpecialIds
 from tfm_export.errors import BundleError, RequestError
 from tfm_export.extras import require
+from tfm_export.tokenizer.settled import settled_text
 
 if TYPE_CHECKING:
     import tokenizers
@@ -27,6 +29,9 @@ class HuggingFaceTokenizer:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer, self._special = tokenizer, special
+        added = tokenizer.get_added_tokens_decoder().values()
+        self._not_shown = {token.content for token in added if token.special}
+        self._settled = settled_text(json.loads(tokenizer.to_str())["decoder"])
 
     def encode_source(self, text: str) -> list[int]:
         """The ids of a source text with its special tokens; see `Tokenizer.encode_source`."""
@@ -49,14 +54,28 @@ class HuggingFaceTokenizer:
 
     def decode_target(self, ids: Sequence[int], replacements: Mapping[int, str] | None = None) -> str:
         """The text of a target; see `Tokenizer.decode_target`."""
-        names = self._names(ids)
-        if not replacements:
-            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
-            return text
-        special = {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special}
-        kept = [replacements.get(i, name) for i, name in enumerate(names) if i in replacements or name not in special]
+        return self._join(self._shown(ids, replacements or {}))
+
+    def settled_target(self, ids: Sequence[int]) -> str:
+        """The text of a target that stands, whatever ids follow; see `Tokenizer.settled_target`."""
+        return self._settled.of(self._shown(ids, {}), self._join)
+
+    def _shown(self, ids: Sequence[int], replacements: Mapping[int, str]) -> list[str]:
+        """The tokens of a target that are part of its text, or what stands in their places."""
+        _refuse_negative(ids)
+        names: list[str | None] = [
+            replacements.get(place, self._tokenizer.id_to_token(i)) for place, i in enumerate(ids)
+        ]
+        return [
+            name
+            for place, name in enumerate(names)
+            if name is not None and (place in replacements or name not in self._not_shown)
+        ]
+
+    def _join(self, tokens: list[str]) -> str:
+        """The text of tokens; some of their decoders fail without any."""
         decoder = self._tokenizer.decoder
-        joined: str = " ".join(kept) if decoder is None else decoder.decode(kept)
+        joined: str = decoder.decode(tokens) if tokens and decoder is not None else " ".join(tokens)
         return joined
 
     def source_tokens(self, ids: Sequence[int]) -> list[str]:
@@ -69,10 +88,14 @@ class HuggingFaceTokenizer:
 
     def _names(self, ids: Sequence[int]) -> list[str]:
         """The token of each id; ids of rows that no token has, as models are padded with, get a made-up name."""
-        if wrong := sorted({i for i in ids if i < 0}):
-            raise RequestError(f"an id must be at least 0, found {', '.join(map(str, wrong))}")
+        _refuse_negative(ids)
         names = [self._tokenizer.id_to_token(i) for i in ids]
         return [f"<{i}>" if name is None else name for i, name in zip(ids, names, strict=True)]
+
+
+def _refuse_negative(ids: Sequence[int]) -> None:
+    if wrong := sorted({i for i in ids if i < 0}):
+        raise RequestError(f"an id must be at least 0, found {', '.join(map(str, wrong))}")
 
 
 def load(state: dict[str, Any], bundle: Bundle) -> HuggingFaceTokenizer:  # noqa: ARG001 (every kind's signature)

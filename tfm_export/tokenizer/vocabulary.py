@@ -43,6 +43,10 @@ class Side:
         """The text of tokens."""
         return ("" if self.split == "characters" else " ").join(tokens)
 
+    def settled(self, tokens: Sequence[str]) -> str:
+        """The beginning of their text that stands, whatever tokens follow."""
+        return self.join(tokens)
+
     def names(self, ids: Sequence[int]) -> list[str]:
         """The tokens of ids.
 
@@ -89,13 +93,17 @@ class VocabularyTokenizer:
 
     def decode_target(self, ids: Sequence[int], replacements: Mapping[int, str] | None = None) -> str:
         """The text of a target; see `Tokenizer.decode_target`."""
+        return self._target.join(self._shown(ids, replacements or {}))
+
+    def settled_target(self, ids: Sequence[int]) -> str:
+        """The text of a target that stands, whatever ids follow; see `Tokenizer.settled_target`."""
+        return self._target.settled(self._shown(ids, {}))
+
+    def _shown(self, ids: Sequence[int], replacements: Mapping[int, str]) -> list[str]:
+        """The tokens of a target that are part of its text, or what stands in their places."""
         left_out = (self._special.pad, self._special.bos, self._special.eos)
-        tokens = [
-            (replacements or {}).get(place, token)
-            for place, (i, token) in enumerate(zip(ids, self._target.names(ids), strict=True))
-            if i not in left_out
-        ]
-        return self._target.join(tokens)
+        names = enumerate(zip(ids, self._target.names(ids), strict=True))
+        return [replacements.get(place, token) for place, (i, token) in names if i not in left_out]
 
     def _encode(self, text: str, side: Side, ids: Mapping[str, int]) -> list[int]:
         tokens = side.tokenize(text)
