@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 # From the bottom up. A part may import those of the lines above it, and never one of its own line.
 LAYERS = (
     ("errors",),
-    ("extras", "graph", "precision", "progress"),
+    ("extras", "graph", "precision", "progress", "text_files"),
     ("bundle",),
     ("staging", "graph_files", "engines"),
     ("runtime", "passes"),
@@ -57,7 +57,8 @@ LIBRARIES = {
     "subword_nmt": {"tokenizer"},
     "click": {"cli"},
     "matplotlib": {"cli"},
-    "numpy": set(RANKS) - {"errors", "extras", "graph", "precision", "progress", "bundle", "staging", "engines"},
+    "numpy": set(RANKS)
+    - {"errors", "extras", "graph", "precision", "progress", "text_files", "bundle", "staging", "engines"},
 }
 STANDARD = sys.stdlib_module_names
 

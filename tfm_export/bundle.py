@@ -24,6 +24,7 @@ from typing import Any
 
 from tfm_export.errors import BundleError
 from tfm_export.graph import Dimensions
+from tfm_export.text_files import read_text
 
 FORMAT_VERSION = 1
 MANIFEST = "bundle.json"
@@ -219,7 +220,7 @@ class Bundle:
         path = Path(path)
         manifest_path = path / MANIFEST
         try:
-            text = manifest_path.read_text(encoding="utf-8")
+            text = read_text(manifest_path)
         except (FileNotFoundError, NotADirectoryError):
             raise BundleError(
                 f"{path} is not a bundle: it has no {MANIFEST}", "tfm-export onnx CHECKPOINT makes one"

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tfm_export.checkpoints.pickles import load_pickle
 from tfm_export.errors import CheckpointError
+from tfm_export.text_files import read_text
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -114,7 +115,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MOST_JSON_BYTES:
             raise CheckpointError(f"{path} has more than {MOST_JSON_BYTES:,} bytes: refused")
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+        value = json.loads(read_text(path), object_pairs_hook=unique)
     except (ValueError, RecursionError) as problem:
         raise CheckpointError(f"{path} is not JSON: {problem}", 'expected an object such as {"heads": 8}') from None
     except OSError as problem:

@@ -11,6 +11,7 @@ from typing import Any
 from reference_model import TransformerConfig, Vocabulary
 from tfm_export.checkpoints.files import read_json
 from tfm_export.errors import CheckpointError
+from tfm_export.text_files import MARK, decode_text, read_text
 
 SIDES = ("source", "target")
 MOST_UNNAMED = 128  # rows without a token: tables are padded to a multiple of 8 or so
@@ -85,7 +86,7 @@ def _own_tokenizer(path: Path, config: TransformerConfig) -> dict[str, bytes]:
     smallest = min(_size(config, side) for side in SIDES)
     if any(not isinstance(i, int) or i >= smallest for i in ids):
         raise CheckpointError(f"{path} has ids that the model's {smallest} rows have not", "take the model's own")
-    return {"tokenizer.json": _json({"kind": "huggingface"}), "huggingface.json": path.read_bytes()}
+    return {"tokenizer.json": _json({"kind": "huggingface"}), "huggingface.json": read_text(path).encode()}
 
 
 def given_vocabulary(
@@ -134,7 +135,7 @@ def _side_tokens(side: str, settings: Mapping[str, Any], dictionary: str, proble
         tokens: list[str] = settings[f"{side}_tokens"]
         return tokens
     if f"{side}_dictionary" in settings:
-        text = _bytes(Path(settings[f"{side}_dictionary"]), problems).decode(errors="replace")
+        text = decode_text(_bytes(Path(settings[f"{side}_dictionary"]), problems), errors="replace")
         return list(DICTIONARIES[settings.get("dictionary_format", dictionary)](text))
     return None
 
@@ -176,6 +177,7 @@ def _bytes(path: Path, problems: list[str]) -> bytes:
 
 def _are_codes(model: bytes) -> bool:
     """Whether a subword model is subword-nmt's codes, which are text; SentencePiece's files are not."""
+    model = model.removeprefix(MARK)
     return b"\0" not in model and (model.startswith(b"#version") or re.match(rb"\S+ \S+\r?\n", model) is not None)
 
 

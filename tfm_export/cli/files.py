@@ -7,17 +7,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, BinaryIO, TextIO
+from typing import BinaryIO, TextIO
 
 import click
 
 from tfm_export.errors import RequestError
-
-
-def read_lines(file: BinaryIO) -> Iterator[str]:
-    """The lines of a file; bytes that are not UTF-8 come as lone surrogates, for whoever takes the line to refuse."""
-    for line in file:
-        yield line.rstrip(b"\r\n").decode(errors="surrogateescape")
 
 
 def file_bytes(file: BinaryIO) -> int | None:
@@ -78,15 +72,3 @@ def output_file(path: Path | None) -> Iterator[TextIO]:
             partial.unlink()
         raise
     partial.replace(path.resolve() if path.is_symlink() else path)
-
-
-def read_texts(file: IO[str]) -> list[str]:
-    """The lines of a file.
-
-    Raises:
-        RequestError: it is not text in UTF-8.
-    """
-    try:
-        return [line.rstrip("\n") for line in file]
-    except UnicodeDecodeError as problem:
-        raise RequestError(f"{file.name} is not text in UTF-8: {problem}", "save it in UTF-8") from None

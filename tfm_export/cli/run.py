@@ -14,7 +14,7 @@ import click
 import tfm_export
 from tfm_export.bundle import DEFAULT_PATH, MANIFEST
 from tfm_export.cli.decoding_options import decoding_fields, decoding_options, flag
-from tfm_export.cli.files import file_bytes, output_file, partial_path, read_lines, refuse_to_replace
+from tfm_export.cli.files import file_bytes, output_file, partial_path, refuse_to_replace
 from tfm_export.cli.heat_map import FORMATS
 from tfm_export.cli.job import Job, draw
 from tfm_export.cli.options import (
@@ -30,6 +30,7 @@ from tfm_export.cli.progress import ProgressBar
 from tfm_export.errors import RequestError
 from tfm_export.extras import require
 from tfm_export.runtime.threads import MOST_THREADS, usable_cpus
+from tfm_export.text_files import read_lines
 
 if TYPE_CHECKING:
     from tfm_export.model import LongSource, Model

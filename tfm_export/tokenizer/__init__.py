@@ -13,6 +13,7 @@ from typing import Protocol
 
 from tfm_export.bundle import TOKENIZER, Bundle
 from tfm_export.errors import BundleError
+from tfm_export.text_files import read_text
 
 KINDS = {kind: f"tfm_export.tokenizer.{kind}" for kind in ("vocabulary", "pieces", "huggingface")}
 FILE = f"{TOKENIZER}/tokenizer.json"
@@ -88,7 +89,7 @@ def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
         return None
     path = bundle.path / FILE
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = json.loads(read_text(path))
         kind = state["kind"]
     except (ValueError, TypeError, KeyError) as problem:
         raise BundleError(f"{path} does not describe a tokenizer: {problem}", "export the bundle again") from None

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from tfm_export.bundle import TOKENIZER, Bundle
 from tfm_export.errors import BundleError
 from tfm_export.extras import require
+from tfm_export.text_files import decode_text
 from tfm_export.tokenizer.settled import settled_bytes
 from tfm_export.tokenizer.vocabulary import Side, VocabularyTokenizer
 
@@ -113,7 +114,7 @@ class BytePairs:
     def __init__(self, codes: bytes) -> None:
         from subword_nmt.apply_bpe import BPE
 
-        self._codes = BPE(io.StringIO(codes.decode()))
+        self._codes = BPE(io.StringIO(decode_text(codes)))
 
     def split(self, text: str) -> list[str]:
         """The pieces of a text."""
