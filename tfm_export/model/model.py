@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any, Literal, Self, overload
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, Request, SettledToken, score
 from tfm_export.decoding.checks import check_options
-from tfm_export.decoding.request import Cancellation
+from tfm_export.decoding.request import Cancellation, check_ending
 from tfm_export.errors import RequestError, TfmExportError
 from tfm_export.model.answers import Generation, Pending, Piece, Stream
 from tfm_export.model.requests import Call, Either, LongSource, Source, SourceReader, TextRequest, collect
@@ -31,7 +32,7 @@ class Model:
     """A model in service. Safe to use from several threads, which share one copy of the weights.
 
     Settings are the same wherever a method takes them: fields of `DecodeOptions` by name, or all of them as `options`,
-    and long_source, deadline and cancelled, which `call` explains.
+    and long_source, deadline, budget and cancelled, which `call` explains.
 
     >>> model.generate("hello", beam_size=4).text
     'HH EH L OW'
@@ -72,7 +73,7 @@ class Model:
 
         Args:
             text: a source text or a sequence of them; as a `TextRequest` where it has options of its own.
-            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled.
+            **settings: fields of `DecodeOptions`, long_source, deadline, budget, cancelled.
 
         Returns:
             A generation for a text, or a list of them, in order, for a sequence.
@@ -99,8 +100,8 @@ class Model:
 
         Args:
             text: a source text or a sequence of them; as a `TextRequest` where it has options of its own.
-            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled; the time that the call waits for a
-                thread is taken off deadlines.
+            **settings: fields of `DecodeOptions`, long_source, deadline, budget, cancelled; the time that the call
+                waits for a thread is taken off deadlines.
 
         Returns:
             What can be awaited, waited for and cancelled, and gives what `generate` does.
@@ -150,7 +151,7 @@ class Model:
             on_error: "raise" the error of a text in its place, or "yield" it there and go on.
             window: texts read and sorted by length at once; None for 16 batches of each worker.
             workers: how many threads decode, each batches of its own.
-            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled.
+            **settings: fields of `DecodeOptions`, long_source, deadline, budget, cancelled.
 
         Returns:
             A generation, or an error, for each text, in order.
@@ -170,7 +171,7 @@ class Model:
 
         Args:
             text: a source text, or a `TextRequest`.
-            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled.
+            **settings: fields of `DecodeOptions`, long_source, deadline, budget, cancelled.
 
         Returns:
             An iterator over pieces, whose texts together are the generation's; `answer` holds that at the end.
@@ -233,7 +234,7 @@ class Model:
 
         Args:
             sources: the ids of each, or a `decoding.Request` where it has options of its own.
-            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled.
+            **settings: fields of `DecodeOptions`, long_source, deadline, budget, cancelled.
 
         Returns:
             A generation without texts for each source, in order.
@@ -276,7 +277,7 @@ class Model:
             on_error: "raise" the error of a source in its place, or "yield" it there and go on.
             window: sources read and sorted by length at once; None for 16 batches of each worker.
             workers: how many threads decode, each batches of its own.
-            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled.
+            **settings: fields of `DecodeOptions`, long_source, deadline, budget, cancelled.
 
         Returns:
             A generation without texts, or an error, for each source, in order.
@@ -296,7 +297,7 @@ class Model:
 
         Args:
             source: its ids, or a `decoding.Request`.
-            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled.
+            **settings: fields of `DecodeOptions`, long_source, deadline, budget, cancelled.
 
         Returns:
             An iterator over tokens; `answer` holds the generation at the end.
@@ -347,6 +348,7 @@ class Model:
         options: DecodeOptions | None = None,
         long_source: LongSource = "refuse",
         deadline: float | None = None,
+        budget: float | None = None,
         cancelled: Cancellation | None = None,
         **option_fields: Any,
     ) -> Call:
@@ -361,6 +363,8 @@ class Model:
                 end token is kept.
             deadline: seconds after which a source gives what it has. They count for each source from its joining a
                 batch: no time counts in which it waits for other sources, or for who reads the answers.
+            budget: seconds from this call on after which all of its sources give what they have, for
+                `Reason.BUDGET`; those that have not joined a batch by then are answered without being decoded.
             cancelled: a `threading.Event` or the like, asked before every step; once it is set, sources give what they
                 have.
             **option_fields: fields of `DecodeOptions`; the bundle's defaults hold for the others.
@@ -369,10 +373,12 @@ class Model:
             RequestError: the options are not valid, or the model is closed.
         """
         self._check_open()
+        check_ending(deadline, cancelled, budget)
         return Call(
             options=self.decode_options(options, **option_fields),
             long_source=long_source,
             deadline=deadline,
+            ends_at=None if budget is None or budget == math.inf else time.perf_counter() + budget,
             cancelled=cancelled,
         )
 

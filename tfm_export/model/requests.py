@@ -103,6 +103,7 @@ class Call:
         options: how to decode.
         long_source: what to do with sources that are too long.
         deadline: seconds after which a source gives what it has; they count from its joining a batch.
+        ends_at: the time of `time.perf_counter` at which the budget of the whole call is over.
         cancelled: asked before every step, beside a source's own.
         waited: seconds that the call has waited for a thread; they are taken off deadlines.
     """
@@ -110,6 +111,7 @@ class Call:
     options: DecodeOptions
     long_source: LongSource = "refuse"
     deadline: float | None = None
+    ends_at: float | None = None
     cancelled: Cancellation | None = None
     waited: float = 0.0
 
@@ -212,6 +214,8 @@ class SourceReader:
             own["deadline"] = call.deadline
         if own["deadline"] is not None and asked.admitted is None:
             own["deadline"] -= call.waited
+        if call.ends_at is not None:
+            own["ends_at"] = call.ends_at
         if call.cancelled is not None:
             own["cancelled"] = Either(asked.cancelled, call.cancelled) if asked.cancelled else call.cancelled
         fitting = self.cut(ids, call.long_source)
