@@ -15,13 +15,14 @@ import click
 import numpy as np
 
 from tfm_export.cli.heat_map import draw_attention
+from tfm_export.cli.json_lines import parse_request, source_of
 from tfm_export.cli.progress import ProgressBar
 from tfm_export.decoding import Reason
 from tfm_export.errors import RequestError, TfmExportError
 
 if TYPE_CHECKING:
     from tfm_export.decoding import Hypothesis, SettledToken
-    from tfm_export.model import Generation, LongSource, Model, Stream
+    from tfm_export.model import Generation, Model, Stream
 
 
 OnBadLine = Literal["stop", "skip", "empty"]
@@ -63,6 +64,7 @@ class Job:
             the job.
         budget: seconds from now on for all lines together.
         done: lines that an earlier run has answered.
+        json_input: lines are objects, as `json_lines` reads them.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class Job:
         on_error: OnBadLine = "empty",
         budget: float | None = None,
         done: int = 0,
+        json_input: bool = False,
     ) -> None:
+        self._json_input = json_input
         self._ends = None if budget is None else time.perf_counter() + budget
         self._model, self._call, self._on_error = model, call, on_error
         self._ids, self._as_json, self._numbered = ids, as_json, numbered
@@ -135,6 +139,8 @@ class Job:
         if self._ids:
             ids = map(parse_ids, lines)
             return model.generate_ids_iterable(ids, on_error="yield", **many)
+        if self._json_input:
+            return model.generate_iterable(map(parse_request, lines), on_error="yield", **many)
         return model.generate_iterable(lines, on_error="yield", **many)
 
     def _pieces(self, line: str) -> Iterator[str]:
@@ -143,7 +149,10 @@ class Job:
             pieces = self._model.stream_ids(parse_ids(line), **self._settings())
             yield from (f"{' ' if number else ''}{token.token}" for number, token in enumerate(pieces))
         else:
-            pieces = texts = self._model.stream(line, **self._settings())
+            asked = parse_request(line) if self._json_input else line
+            if isinstance(asked, RequestError):
+                raise asked
+            pieces = texts = self._model.stream(asked, **self._settings())
             yield from (piece.text for piece in texts)
         if pieces.answer is not None:
             self._ends_here(pieces.answer)
@@ -183,7 +192,9 @@ class Job:
         return {**state, **({"hypotheses": states} if self._numbered else {})}
 
     def _source_state(self, line: str) -> dict[str, Any]:
-        return {"line": self.done, **({"source_ids": parse_ids(line)} if self._ids else {"source": line})}
+        if self._ids:
+            return {"line": self.done, "source_ids": parse_ids(line)}
+        return {"line": self.done, "source": source_of(line) if self._json_input else line}
 
     def _fail(self, problem: TfmExportError, line: str, out: TextIO, *, begun: bool = False) -> None:
         """Tell of a line that could not be decoded, and write what stands in its place, if its line is not begun."""
@@ -234,14 +245,16 @@ def parse_ids(line: str) -> list[Any]:
     return [int(w) if w.removeprefix("-").isdecimal() and len(w) <= most else w for w in line.split()]
 
 
-def draw(path: Path, model: Model, decoded: DecodedLine, long_source: LongSource, *, ids: bool) -> None:
-    """Draw what the best hypothesis of a line attends to."""
+def draw(path: Path, model: Model, decoded: DecodedLine, call: dict[str, Any], *, ids: bool) -> None:
+    """Draw what the best hypothesis of a line attends to; `call` tells how its text was read."""
     best = decoded.answer.hypotheses[0]
     assert best.attention is not None
     if not best.tokens:
         raise RequestError("the target is empty: there is nothing to draw")
-    line, call = decoded.line, {"long_source": long_source}
-    source = [*(model.check_ids(parse_ids(line), **call) if ids else model.encode_text(line, **call)).ids]
+    line, long_source = decoded.line, call["long_source"]
+    source = [
+        *(model.check_ids(parse_ids(line), long_source=long_source) if ids else model.encode_text(line, **call)).ids
+    ]
     names = model.tokenizer
     source_names = names.source_tokens(source) if names else [*map(str, source)]
     target_names = names.target_tokens(best.tokens) if names else [*map(str, best.tokens)]

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 
 OVER_BUDGET = 4  # an exit code
 BATCHES_AT_ONCE = 4  # more sort better by length, fewer show results and progress earlier
-RECORDED = ("ids", "as_json", "long_source", "deadline", "on_error")  # what changes an output, beside the options
+OF_TEXTS = ("long_source", "source_language", "target_language", "special_tokens")
+OF_CALLS = ("deadline", *OF_TEXTS)
+RECORDED = ("ids", "as_json", "json_input", "on_error", *OF_CALLS)  # what changes an output, beside the options
 JSON_ONLY = ("return_attention", "return_logits_vocab", "return_scores")  # there is no room for them in a line of text
 
 
@@ -74,6 +76,22 @@ JSON_ONLY = ("return_attention", "return_logits_vocab", "return_scores")  # ther
     default="refuse",
     show_default=True,
     help="What to do with sources that are longer than the model takes.",
+)
+@click.option(
+    "--json-input",
+    is_flag=True,
+    help='Lines are objects: {"text": ..., "source_language": ..., "target_language": ..., "target_prefix": ..., '
+    '"seed": ..., "deadline": ..., "priority": ...}; all but text may be left out.',
+)
+@click.option("--source-language", help="The language of the texts, by name (fra_Latn, fr) or token (__fr__).")
+@click.option("--target-language", help="The language to translate to, for multilingual models.")
+@click.option(
+    "--special-tokens",
+    type=click.Choice(["read", "escape"]),
+    default="read",
+    show_default=True,
+    help="What becomes of special tokens, such as </s>, that texts spell: read them as the tokenizer's own library "
+    "does, or escape them, so that they are text; a public service should escape them.",
 )
 @click.option("--stream", is_flag=True, help="Print tokens as soon as they can no longer change, text after text.")
 @click.option(
@@ -125,12 +143,16 @@ def command(
     output: Path | None,
     force: bool,
     ids: bool,
-    long_source: LongSource,
+    long_source: LongSource,  # noqa: ARG001 (these settings of calls are taken from the context)
     stream: bool,
-    deadline: float | None,
+    deadline: float | None,  # noqa: ARG001
+    source_language: str | None,  # noqa: ARG001
+    target_language: str | None,  # noqa: ARG001
+    special_tokens: str,  # noqa: ARG001
     budget: float | None,
     on_error: OnBadLine,
     resume: bool,
+    json_input: bool,
     picture: Path | None,
     backend: Backend,
     device: str | None,
@@ -159,7 +181,16 @@ def command(
     """
     path, texts = split_arguments(arguments, bundle)
     fields = decoding_fields(decoding, targets_are_ids=ids)
-    _check_usage(fields, texts=texts, given=input_file, stream=stream, as_json=as_json, picture=picture)
+    _check_usage(
+        fields,
+        texts=texts,
+        given=input_file,
+        stream=stream,
+        as_json=as_json,
+        picture=picture,
+        ids=ids,
+        as_objects=json_input,
+    )
     if resume:
         _check_resume(output, input_file, stream=stream, on_error=on_error)
     refuse_to_replace(output, picture, force=force)
@@ -186,7 +217,7 @@ def command(
         options = model.decode_options(**fields)
         if draft is not None and options.beam_size > 1:
             raise click.UsageError(f"--draft guesses for one beam, and there are {options.beam_size}: --beam-size 1")
-        call = {"options": options, "long_source": long_source, "deadline": deadline}
+        call = {name: context.params[name] for name in OF_CALLS} | {"options": options}
         numbered = options.num_hypotheses > 1
         done, record = 0, None
         if _is_file(input_file):
@@ -204,6 +235,7 @@ def command(
             on_error=on_error,
             budget=budget,
             done=done,
+            json_input=json_input,
         )
         lines = iter(texts) if file is None else read_lines(file)
         deque(islice(lines, done), maxlen=0)
@@ -218,7 +250,7 @@ def command(
             window = 1 if from_terminal else BATCHES_AT_ONCE * batch * workers
             job.run(lines, out, progress, window=window, workers=workers)
         if picture is not None and job.last is not None:
-            draw(picture, model, job.last, long_source, ids=ids)
+            draw(picture, model, job.last, {name: context.params[name] for name in OF_TEXTS}, ids=ids)
     context.exit(_exit_code(job, done, budget))
 
 
@@ -285,10 +317,14 @@ def _check_usage(
     stream: bool,
     as_json: bool,
     picture: Path | None,
+    ids: bool,
+    as_objects: bool,
 ) -> None:
     """Refuse what contradicts itself, or would have no effect."""
     if texts and given is not None:
         raise click.UsageError("give TEXTs or --inputs, not both")
+    if as_objects and (ids or picture is not None):
+        raise click.UsageError("--json-input has texts: give it without --ids and --attention")
     if stream and as_json:
         raise click.UsageError("--stream prints text as it comes; --json prints whole objects")
     if stream and fields.get("num_hypotheses", 1) > 1:

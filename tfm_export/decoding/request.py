@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from numpy.random import Generator
 
@@ -16,6 +16,9 @@ from tfm_export.decoding.constraints import Constraint
 from tfm_export.decoding.result import Hypothesis, Reason
 from tfm_export.errors import RequestError
 from tfm_export.runtime.step_model import Floats
+
+if TYPE_CHECKING:
+    from tfm_export.decoding.options import DecodeOptions
 
 
 class Cancellation(Protocol):
@@ -50,6 +53,9 @@ class Request:
     Attributes:
         source: ids, exactly as the encoder gets them.
         target_prefix: tokens that the target begins with; None takes the options' prefix.
+        forced_bos: the token that the target begins with, before its prefix; None takes the options'. It counts as
+            searched for, as theirs does.
+        start_token: what the decoder starts from; None takes the options', or the model's.
         constraint: which tokens may follow what; None takes the options' constraint.
         seed: of this request's samples; None takes the options' seed.
         draw: which of the samples with this seed it is.
@@ -68,6 +74,8 @@ class Request:
 
     source: Sequence[int]
     target_prefix: Sequence[int] | None = None
+    forced_bos: int | None = None
+    start_token: int | None = None
     constraint: Constraint | None = None
     seed: int | None = None
     draw: int = 0
@@ -84,6 +92,9 @@ class Request:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
                 raise RequestError(f"{name} must be a time of time.perf_counter(), found {value!r}")
+        for name in ("forced_bos", "start_token"):
+            if not ((value := getattr(self, name)) is None or are_ids([value])):
+                raise RequestError(f"{name} must be an id, found {value!r}")
         if not are_ids([self.priority]):
             raise RequestError(f"priority must be an integer, found {self.priority!r}")
         if self.on_tokens is not None and not callable(self.on_tokens):
@@ -153,6 +164,14 @@ class RequestState:
             if now >= self.ends:
                 return Reason.DEADLINE
         return None
+
+
+def target_beginning(request: Request, options: DecodeOptions) -> tuple[int, ...]:
+    """What a request's target begins with, or is drawn to: its own forced_bos and prefix, or the options'."""
+    if request.forced_bos is None:
+        return options.begin(request.target_prefix)
+    own = request.target_prefix
+    return (request.forced_bos, *(options.target_prefix if own is None else own))
 
 
 def are_ids(value: object) -> bool:

@@ -84,18 +84,26 @@ class Editor:
             or (request_constraint or o.constraint) is not None
         )
 
-    def edit(self, tokens: list[int], prefix: Sequence[int], constraint: Constraint | None) -> Edit:
+    def edit(
+        self,
+        tokens: list[int],
+        prefix: Sequence[int],
+        constraint: Constraint | None,
+        start_token: int | None = None,
+    ) -> Edit:
         """What is changed after some tokens.
 
         Args:
             tokens: of the target so far, without the start token.
             prefix: the wished prefix.
             constraint: which tokens may follow.
+            start_token: what the decoder starts from, where that is a request's own.
         """
         o = self._options
         if o.forced_eos is not None and len(tokens) == self._longest - 1:
             return Edit(forced=o.forced_eos)
-        banned, history = set(self._suppressed), [*self._start, *tokens]
+        start = self._start if start_token is None else [*self._start[:-1], start_token][: len(self._start)]
+        banned, history = set(self._suppressed), [*start, *tokens]
         if len(tokens) < o.min_decoding_length:
             banned.update(self._end_ids)
         if o.no_repeat_ngram_size:

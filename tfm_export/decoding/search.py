@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tfm_export.decoding.attention import coverage
 from tfm_export.decoding.batch import Batch
 from tfm_export.decoding.options import DecodeOptions
+from tfm_export.decoding.request import Request
 from tfm_export.decoding.result import Hypothesis, Reason
 from tfm_export.decoding.scores import NO_EDIT, Edit, Editor
 from tfm_export.decoding.top_tokens import TopTokens
@@ -45,9 +46,10 @@ class SearchContext:
     offered: int
     vocabulary: int
 
-    def counted_prefix(self, forced: int) -> int:
-        """How many of the forced tokens do not count as searched for; that of forced_bos does."""
-        return 0 if self.options.forced_bos is not None else forced
+    def counted_prefix(self, forced: int, request: Request) -> int:
+        """How many of a request's forced tokens do not count as searched for; that of forced_bos does."""
+        first = self.options.forced_bos if request.forced_bos is None else request.forced_bos
+        return forced if first is None else max(forced - 1, 0)
 
     def is_end(self, tokens: Ids) -> NDArray[np.bool_]:
         """Which tokens end a target."""
@@ -59,7 +61,9 @@ class SearchContext:
             return None
         edit, of, beams = self.editor.edit, batch.histories.of, range(self.options.beam_size)
         return [
-            [edit(of(row, beam)[0], s.wished, s.constraint) for beam in beams] if s.edits else [NO_EDIT] * len(beams)
+            [edit(of(row, beam)[0], s.wished, s.constraint, s.request.start_token) for beam in beams]
+            if s.edits
+            else [NO_EDIT] * len(beams)
             for row, s in enumerate(batch.live)
         ]
 
@@ -72,7 +76,7 @@ class SearchContext:
         tokens, log_probs = tokens + extension[0], log_probs + extension[1]
         attention, distributions = batch.attention(row, beam, len(tokens)), batch.live[row].distributions[beam]
         finished = len(tokens) > forced and tokens[-1] in self.end_ids
-        prefix = self.counted_prefix(forced)
+        prefix = self.counted_prefix(forced, batch.live[row].request)
         score = sum(log_probs) / o.divisor(len(tokens), prefix)
         if o.coverage_penalty and attention is not None:
             left_out = prefix if o.rules.length_formula == "without_prefix" else 0

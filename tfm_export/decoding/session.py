@@ -16,7 +16,7 @@ from tfm_export.decoding.beam import Beam
 from tfm_export.decoding.checks import check_options, longest_target
 from tfm_export.decoding.greedy import Greedy
 from tfm_export.decoding.options import DecodeOptions
-from tfm_export.decoding.request import Request, RequestState, SettledToken
+from tfm_export.decoding.request import Request, RequestState, SettledToken, target_beginning
 from tfm_export.decoding.result import Hypothesis, Reason, Result, Statistics
 from tfm_export.decoding.sampling import generator
 from tfm_export.decoding.scores import Editor
@@ -92,10 +92,11 @@ class DecodingSession:
         """
         if self._closed:
             raise RequestError("the decoding session is closed", "another DecodingSession")
-        o, begin = self._options, self._options.begin(request.target_prefix)
-        forced = () if o.prefix_bias_beta else begin
+        o, begin = self._options, target_beginning(request, self._options)
+        forced = begin if not o.prefix_bias_beta else begin[: request.forced_bos is not None]
         constraint = request.constraint or o.constraint
         seed = o.seed if request.seed is None else request.seed
+        start = self._start if request.start_token is None else [*self._start[:-1], request.start_token]
         state = RequestState(
             number=self._added,
             request=request,
@@ -104,7 +105,7 @@ class DecodingSession:
             constraint=constraint,
             edits=self._editor.may_edit(constraint),
             random=generator(seed, request.draw) if o.samples else None,
-            prompt=[*self._start, *forced],
+            prompt=[*start, *forced],
             distributions=[[] for _ in range(o.beam_size)],
         )
         self._waiting.add(state)

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tfm_export.bundle import DEFAULT_PATH, TOKENIZER, Bundle
+from tfm_export.errors import RequestError
 from tfm_export.graph import GENERATE
 from tfm_export.model.model import Model
+from tfm_export.model.requests import SPECIAL_TOKENS, SpecialTokens
 from tfm_export.runtime.backends import Backend, BackendChoice, DeviceName, backend_choices, open_backend
 from tfm_export.tokenizer import load_tokenizer
 
@@ -21,6 +23,7 @@ def load(
     draft: str | None = None,
     threads: int | None = None,
     check_hashes: bool = True,
+    special_tokens: SpecialTokens = "read",
 ) -> Model:
     """Load a bundle on the first backend that runs here; `tfm_export.runtime.backends` has the order.
 
@@ -41,12 +44,16 @@ def load(
         threads: threads to compute with on a CPU; None for the CPUs this process may use.
         check_hashes: read every file that may be used and compare its hash with the manifest's; of all others, and
             otherwise, only sizes are compared.
+        special_tokens: "escape" special tokens, such as "</s>", that texts spell, as a public service should, unless a
+            call says otherwise; "read" takes them as the tokenizer's own library does.
 
     Raises:
         BackendUnavailable: a library, a driver or a GPU is missing; it says which, and what to do.
         BundleError: it is not a bundle, is damaged or of a newer format, or has no such variant.
         RequestError: an argument means nothing, or threads is less than 1.
     """
+    if special_tokens not in SPECIAL_TOKENS:
+        raise RequestError(f"special_tokens must be one of {', '.join(SPECIAL_TOKENS)}, found {special_tokens!r}")
     bundle = Bundle.open(path, check_hashes=False)
     if check_hashes:
         ways = backend_choices(bundle, backend=backend, device=device, variant=variant, draft=draft)
@@ -55,7 +62,7 @@ def load(
     chosen, step_model = open_backend(
         bundle, backend=backend, device=device, variant=variant, draft=draft, threads=threads
     )
-    return Model(bundle, step_model, tokenizer, backend=str(chosen))
+    return Model(bundle, step_model, tokenizer, backend=str(chosen), special_tokens=special_tokens)
 
 
 def _files_used(bundle: Bundle, ways: Iterable[BackendChoice]) -> list[str]:

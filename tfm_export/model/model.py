@@ -16,7 +16,16 @@ from tfm_export.decoding.checks import check_options
 from tfm_export.decoding.request import Cancellation, check_ending
 from tfm_export.errors import RequestError, TfmExportError
 from tfm_export.model.answers import Generation, Pending, Piece, Stream
-from tfm_export.model.requests import Call, Either, LongSource, Source, SourceReader, TextRequest, collect
+from tfm_export.model.requests import (
+    Call,
+    Either,
+    LongSource,
+    Source,
+    SourceReader,
+    SpecialTokens,
+    TextRequest,
+    collect,
+)
 from tfm_export.model.runner import OnError, Runner
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.runtime.threads import usable_cpus
@@ -32,7 +41,8 @@ class Model:
     """A model in service. Safe to use from several threads, which share one copy of the weights.
 
     Settings are the same wherever a method takes them: fields of `DecodeOptions` by name, or all of them as `options`,
-    and long_source, deadline, budget and cancelled, which `call` explains.
+    and long_source, deadline, budget, cancelled, source_language, target_language and special_tokens, which `call`
+    explains.
 
     >>> model.generate("hello", beam_size=4).text
     'HH EH L OW'
@@ -45,10 +55,17 @@ class Model:
     """
 
     def __init__(
-        self, bundle: Bundle, step_model: StepModel, tokenizer: Tokenizer | None, *, backend: str = ""
+        self,
+        bundle: Bundle,
+        step_model: StepModel,
+        tokenizer: Tokenizer | None,
+        *,
+        backend: str = "",
+        special_tokens: SpecialTokens = "read",
     ) -> None:
         self.bundle, self.step_model, self.tokenizer = bundle, step_model, tokenizer
         self.backend = backend or type(step_model).__name__
+        self._special_tokens = special_tokens
         self._reader = SourceReader(bundle, step_model, tokenizer)
         self._runner = Runner(bundle, step_model, tokenizer)
         self._closed = False
@@ -124,12 +141,12 @@ class Model:
 
     @overload
     def generate_iterable(
-        self, texts: Iterable[Text], *, on_error: Yield, **settings: Any
+        self, texts: Iterable[Text | RequestError], *, on_error: Yield, **settings: Any
     ) -> Iterator[Generation | TfmExportError]: ...
 
     def generate_iterable(
         self,
-        texts: Iterable[Text],
+        texts: Iterable[Text | RequestError],
         *,
         on_error: OnError = "raise",
         window: int | None = None,
@@ -147,7 +164,8 @@ class Model:
         RequestError the text is empty
 
         Args:
-            texts: source texts, or `TextRequest`s; read a window at a time.
+            texts: source texts, or `TextRequest`s; read a window at a time. A `RequestError` among them is its own
+                answer.
             on_error: "raise" the error of a text in its place, or "yield" it there and go on.
             window: texts read and sorted by length at once; None for 16 batches of each worker.
             workers: how many threads decode, each batches of its own.
@@ -350,6 +368,9 @@ class Model:
         deadline: float | None = None,
         budget: float | None = None,
         cancelled: Cancellation | None = None,
+        source_language: str | None = None,
+        target_language: str | None = None,
+        special_tokens: SpecialTokens | None = None,
         **option_fields: Any,
     ) -> Call:
         """The settings that every way of decoding takes.
@@ -367,6 +388,12 @@ class Model:
                 `Reason.BUDGET`; those that have not joined a batch by then are answered without being decoded.
             cancelled: a `threading.Event` or the like, asked before every step; once it is set, sources give what they
                 have.
+            source_language: the language that texts are in, by name ("fra_Latn", "fr") or token ("__fr__"), for models
+                that are told it; None leaves it to the tokenizer. An unknown one is refused, with the nearest names.
+            target_language: the language to translate texts to, for multilingual models.
+            special_tokens: what becomes of a special token, such as "</s>", that a text spells: "read" it as the
+                tokenizer's own library does, or "escape" it, so that it is text like any other, which a public service
+                should do. None is what `load` was told.
             **option_fields: fields of `DecodeOptions`; the bundle's defaults hold for the others.
 
         Raises:
@@ -380,6 +407,9 @@ class Model:
             deadline=deadline,
             ends_at=None if budget is None or budget == math.inf else time.perf_counter() + budget,
             cancelled=cancelled,
+            source_language=source_language,
+            target_language=target_language,
+            special_tokens=special_tokens or self._special_tokens,
         )
 
     def decode_options(self, options: DecodeOptions | None = None, **option_fields: Any) -> DecodeOptions:
@@ -391,7 +421,7 @@ class Model:
         Args:
             options: all of them, or None.
             **option_fields: fields of `DecodeOptions`; the bundle's defaults hold for the others. target_prefix and
-                suppress_sequences may be text.
+                suppress_sequences may be text, forced_bos a token.
 
         Raises:
             RequestError: both were given, they are not valid, or the model cannot serve them.
@@ -404,12 +434,22 @@ class Model:
                 option_fields["target_prefix"] = known(prefix)
             if isinstance(sequences := option_fields.get("suppress_sequences"), Sequence):
                 option_fields["suppress_sequences"] = [known(s) if isinstance(s, str) else s for s in sequences]
+            if isinstance(first := option_fields.get("forced_bos"), str):
+                option_fields["forced_bos"] = self._reader.target_token(first, "forced_bos")
             options = DecodeOptions(**self._defaults(option_fields), **option_fields)
         model, special = self.step_model, self.bundle.manifest.special_ids
         check_options(model, options, special, offered=model.capabilities.offers_attention)
         return options
 
-    def encode_text(self, text: str, *, long_source: LongSource = "refuse") -> Source:
+    def encode_text(
+        self,
+        text: str,
+        *,
+        long_source: LongSource = "refuse",
+        source_language: str | None = None,
+        target_language: str | None = None,
+        special_tokens: SpecialTokens | None = None,
+    ) -> Source:
         """The ids that the encoder gets for a text.
 
         >>> model.encode_text("ab").ids
@@ -418,11 +458,21 @@ class Model:
         Args:
             text: a source text.
             long_source: "refuse" a text longer than the model takes, or "truncate" it.
+            source_language: as for `call`.
+            target_language: as for `call`.
+            special_tokens: as for `call`.
 
         Raises:
             RequestError: the bundle has no tokenizer, or the text is empty, unknown to it, or too long.
         """
-        return self._reader.text(text, Call(options=DecodeOptions(), long_source=long_source))
+        call = Call(
+            options=DecodeOptions(),
+            long_source=long_source,
+            source_language=source_language,
+            target_language=target_language,
+            special_tokens=special_tokens or self._special_tokens,
+        )
+        return self._reader.text(text, call)
 
     def check_ids(self, ids: Iterable[int], *, long_source: LongSource = "refuse") -> Source:
         """Make sure that the model can take a source.

@@ -189,7 +189,7 @@ class Runner:
         if not places:
             return self._tokenizer.decode_target(ids)
         assert hypothesis.attention is not None
-        words = self._tokenizer.split_source(text)[: len(source.ids)]
+        words = self._tokenizer.split_source(text, source.reading)[: len(source.ids)]
         # The end token has no word, however much attention it gets.
         best = np.argmax(hypothesis.attention[places, : len(words)], axis=1).tolist()
         return self._tokenizer.decode_target(ids, {p: words[word] for p, word in zip(places, best, strict=True)})

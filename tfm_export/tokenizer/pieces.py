@@ -23,8 +23,8 @@ LANGUAGE = re.compile(r">>[^<>\s]+<<")
 class Splitter(Protocol):
     """How texts become pieces, and pieces texts."""
 
-    def split(self, text: str) -> list[str]:
-        """The pieces of a text."""
+    def split(self, text: str, *, as_text: bool = False) -> list[str]:
+        """The pieces of a text; as_text: what spells a language's code is none."""
         ...
 
     def join(self, pieces: Sequence[str]) -> str:
@@ -51,9 +51,9 @@ class SentencePieces:
         self._language_codes = language_codes
         self._rewrites = rewrites_targets(model)
 
-    def split(self, text: str) -> list[str]:
+    def split(self, text: str, *, as_text: bool = False) -> list[str]:
         """The pieces of a text."""
-        code = LANGUAGE.match(text) if self._language_codes else None
+        code = LANGUAGE.match(text) if self._language_codes and not as_text else None
         rest = text[code.end() :] if code else text
         return [*([code[0]] if code else []), *self._processor.encode(rest, out_type=str)]
 
@@ -116,7 +116,7 @@ class BytePairs:
 
         self._codes = BPE(io.StringIO(decode_text(codes)))
 
-    def split(self, text: str) -> list[str]:
+    def split(self, text: str, *, as_text: bool = False) -> list[str]:  # noqa: ARG002 (there are no codes)
         """The pieces of a text."""
         pieces: list[str] = self._codes.process_line(text).split()
         return pieces
@@ -136,13 +136,13 @@ class PieceSide(Side):
 
     splitter: Splitter
 
-    def tokenize(self, text: str) -> list[str]:
+    def tokenize(self, text: str, *, as_text: bool = False) -> list[str]:
         """The pieces of a text."""
-        return self.splitter.split(text)
+        return self.splitter.split(text, as_text=as_text)
 
-    def pieces(self, text: str) -> list[str]:
+    def pieces(self, text: str, *, as_text: bool = False) -> list[str]:
         """The same: pieces stand for themselves."""
-        return self.splitter.split(text)
+        return self.splitter.split(text, as_text=as_text)
 
     def join(self, tokens: Sequence[str]) -> str:
         """The text of tokens."""
