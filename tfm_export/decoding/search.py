@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tfm_export.decoding.attention import coverage
 from tfm_export.decoding.batch import Batch
 from tfm_export.decoding.options import DecodeOptions
+from tfm_export.decoding.request import Request
 from tfm_export.decoding.result import Hypothesis, Reason
 from tfm_export.decoding.scores import NO_EDIT, Edit, Editor
 from tfm_export.decoding.top_tokens import TopTokens
@@ -52,9 +53,10 @@ class SearchContext:
         """Of the cache, that the longest target needs."""
         return len(self.start) + self.options.beam_size * self.longest
 
-    def counted_prefix(self, forced: int) -> int:
-        """How many of the forced tokens do not count as searched for; that of forced_bos does."""
-        return 0 if self.options.forced_bos is not None else forced
+    def counted_prefix(self, forced: int, request: Request) -> int:
+        """How many of a request's forced tokens do not count as searched for; that of forced_bos does."""
+        first = self.options.forced_bos if request.forced_bos is None else request.forced_bos
+        return forced if first is None else max(forced - 1, 0)
 
     def is_end(self, tokens: Ids) -> NDArray[np.bool_]:
         """Which tokens end a target."""
@@ -77,6 +79,7 @@ class SearchContext:
                 state.constraint,
                 forced=len(state.forced),
                 source=state.source,
+                start_token=state.request.start_token,
             )
             for beam, lives in enumerate(alive)
             if lives
@@ -93,7 +96,7 @@ class SearchContext:
         tokens, log_probs = tokens + extension[0], log_probs + extension[1]
         attention, distributions = batch.attention(row, beam, len(tokens)), batch.live[row].distributions[beam]
         finished = len(tokens) > forced and tokens[-1] in self.end_ids
-        prefix = self.counted_prefix(forced)
+        prefix = self.counted_prefix(forced, batch.live[row].request)
         score = sum(log_probs) / o.divisor(len(tokens), prefix) if len(tokens) > prefix else None
         if score is not None and o.coverage_penalty and attention is not None:
             left_out = prefix if o.rules.length_formula == "without_prefix" else 0
