@@ -155,7 +155,7 @@ def _sections(manifest: Manifest) -> dict[str, dict[str, Any]]:
             "decoder layers": dimensions.decoder_layers,
             "heads": f"{dimensions.heads} of size {dimensions.head_size}",
             "candidates": f"{dimensions.candidates} best tokens at each step",
-            **_flat(manifest.model),
+            **_flat({**manifest.model, "reading": manifest.model.get("reading", {}).get("verdict", "not known")}),
         },
         "limits": {
             "longest source": f"{limits.max_source_length} tokens",

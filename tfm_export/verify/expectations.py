@@ -387,25 +387,24 @@ def _source_text(pair: Expectation) -> str:
 def _difference(read: ReadModel, pair: Expectation, found: Hypothesis) -> Mismatch | None:
     """The first token that is not the expected one."""
     tokens = read.without_end(pair, found.tokens)
-    cut = not found.finished and _was_free(read, pair, len(found.tokens))
     try:
         expected = read.target(pair)
     except RequestError as error:
         text = f"what is expected, {pair.text!r}, cannot be encoded: {' '.join(error.problems)}"
         return Mismatch(number=pair.number, source=_source_text(pair), what=text)
-    if tokens == expected and not cut:
+    if tokens == expected:
         return None
-    if pair.text is not None and read.tokenizer is not None and not cut:
+    # A target that was cut here, and not by a limit of the model or the user, goes on: no text of it is the whole one.
+    whole = found.finished or not _was_free(read, pair, len(found.tokens))
+    if pair.text is not None and read.tokenizer is not None and whole:
         text = read.tokenizer.decode_target(tokens)
         if text.strip() == pair.text.strip():
             return None
     step = next((i for i, (a, b) in enumerate(zip_longest(expected, tokens)) if a != b), len(expected))
     there, here = (row[step] if step < len(row) else None for row in (expected, tokens))
     what = f"token {step + 1}: expected {read.token_text(there)}, found {read.token_text(here)}"
-    if there == here:
-        what = f"after its {step} tokens: expected the end, found none"
     plain = not read.options(pair)  # a step's choice is the likeliest token, and nothing else
-    margin = _margin(read, pair, expected, tokens, step) if plain and there != here else math.inf
+    margin = _margin(read, pair, expected, tokens, step) if plain else math.inf
     return Mismatch(number=pair.number, source=_source_text(pair), what=what, margin=margin)
 
 

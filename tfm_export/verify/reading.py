@@ -52,7 +52,7 @@ class Reading:
         if state is None:
             settings = manifest.model.get("settings", {})
             return cls(answers={name: {"value": value, "origin": GIVEN} for name, value in settings.items()})
-        return cls(**state)
+        return cls(**{name: value for name, value in state.items() if name != "verdict"})
 
     def shown_by(self, found: ExpectedComparison | None) -> Reading:
         """The same after more pairs were compared."""
