@@ -21,7 +21,8 @@ from tfm_export.checkpoints.answers import how_to_answer
 from tfm_export.errors import ParityError, RequestError
 from tfm_export.tokenizer.vocabulary import Side, VocabularyTokenizer
 from tfm_export.verify import Expectations, ExpectedComparison, parse_expectations
-from tfm_export.verify.expectations import Expectation, ReadModel, compare_expectations
+from tfm_export.verify.expectation_file import Expectation
+from tfm_export.verify.expectations import ReadModel, compare_expectations
 from tfm_export.verify.reading import check_source
 
 pytestmark = [
