@@ -8,14 +8,21 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from tests.checkpoints.test_huggingface import LONGEST
+from tests.checkpoints.test_huggingface import build as build_huggingface
+from tests.decoding.fake_model import SPECIAL, FakeModel, random_table
 from tests.oracles.own_model import RIGHT, TARGET, WORDS, own_json, own_lines, own_model, save_own
 from tfm_export.checkpoints import read_checkpoint
 from tfm_export.checkpoints.answers import how_to_answer
 from tfm_export.errors import ParityError, RequestError
-from tfm_export.verify import ExpectedComparison, parse_expectations
+from tfm_export.tokenizer.vocabulary import Side, VocabularyTokenizer
+from tfm_export.verify import Expectations, ExpectedComparison, parse_expectations
+from tfm_export.verify.expectation_file import Expectation
+from tfm_export.verify.expectations import ReadModel, compare_expectations
 from tfm_export.verify.reading import check_source
 
 pytestmark = [
@@ -132,6 +139,28 @@ def test_the_limit_of_log_probabilities_follows_the_digits_of_the_file(check: Ch
     assert f"{len(WORDS)} of {len(WORDS)}" in refusal(check, off).problems[0]
 
 
+def test_options_of_beams_do_not_come_to_greedy_search() -> None:
+    one, four = (
+        Expectation(number=1, source_ids=[1], tokens=[1], options=options) for options in ({}, {"beam_size": 4})
+    )
+    defaults = {"num_hypotheses": 4, "patience": 2.0, "forced_bos": 3}
+    read = ReadModel(model=FakeModel(random_table()), tokenizer=None, special=SPECIAL, defaults=defaults)
+    assert read.options(one) == {"forced_bos": 3}
+    assert read.options(four) == {**defaults, "beam_size": 4}
+
+
+def test_a_text_that_goes_on_with_tokens_that_are_not_shown_is_another_one() -> None:
+    """The end token was taken for another one: what comes after it are tokens that no text shows."""
+    target = Side(tokens=("<pad>", "<s>", "</s>", "<unk>", "a"), split="characters", lowercase=False)
+    tokenizer = VocabularyTokenizer(target, target, SPECIAL)
+    pair = Expectation(number=1, source="a", text="a")
+
+    model = FakeModel(lambda _, path: np.log([0.02, 0.02, 0.02, 0.02, 0.92] if len(path) == 1 else [0.92, *[0.02] * 4]))
+    read = ReadModel(model=model, tokenizer=tokenizer, special=SPECIAL)
+    found = compare_expectations(read, Expectations("pairs", [pair]), limit=1e-5)
+    assert [m.what for m in found.mismatches] == ["token 2: expected the end, found '<pad>' (0)"]
+
+
 def test_ids_are_taken_as_they_are(check: Check) -> None:
     tokens = RIGHT["source_tokens"]
     pairs = [
@@ -181,6 +210,23 @@ def test_exchanged_tables_are_found(tmp_path: Path) -> None:
     wrong = {"one.weight": "target_embedding", "two.weight": "source_embedding"}
     hint = f'"keys": {json.dumps(right)} in --config FILE'
     assert refused_hint(tmp_path / "own.pt", {**RIGHT, "keys": wrong}) == hint
+
+
+@pytest.mark.parametrize("name", ["bart", "m2m_100"])
+def test_the_models_own_decoding_options_apply_but_for_its_beams(tmp_path: Path, name: str) -> None:
+    """Forced first tokens and forbidden repetition: with one beam, as transformers' own greedy search."""
+    model = build_huggingface(name)
+    model.save_pretrained(tmp_path)
+    source, pairs = read_checkpoint(tmp_path), []
+    for length in range(1, 7):
+        ids = [*torch.randint(3, 50, (length,)).tolist(), source.special_ids.eos]
+        output = model.generate(torch.tensor([ids]), num_beams=1, max_new_tokens=LONGEST, use_cache=False)
+        tokens = output[0, 1:].tolist()
+        tokens = tokens[: tokens.index(source.special_ids.eos)] if source.special_ids.eos in tokens else tokens
+        pairs.append({"source_ids": ids, "tokens": tokens, "options": {"max_decoding_length": LONGEST}})
+    assert source.answers == {}, "its files say everything"
+    expectations = parse_expectations(map(json.dumps, pairs), "pairs")
+    assert check_source(source, expectations, progress=lambda _: None).passed
 
 
 @pytest.mark.parametrize(

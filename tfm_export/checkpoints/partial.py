@@ -203,7 +203,8 @@ class PartialCheckpoint:
 
     def answers(self, tokenizer: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
         """What rests on an answer alone; a tokenizer of Hugging Face puts around sources what it has learnt to."""
-        found = answered(self.facts, self.settings, GIVEN, wraps="huggingface.json" not in tokenizer)
+        wraps = bool(tokenizer) and "huggingface.json" not in tokenizer
+        found = answered(self.facts, self.settings, GIVEN, wraps=wraps)
         if self.other_places:
             origin = GIVEN if "weights" in self.settings else "the default: the first usual place"
             found["weights"] = {"value": self.place, "origin": origin, "others": [*self.other_places]}

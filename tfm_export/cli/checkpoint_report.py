@@ -54,7 +54,9 @@ def print_checkpoint(
         raise wrong
 
 
-def _expected_state(path: Path, settings: dict[str, Any], expect: BinaryIO) -> tuple[dict[str, Any], ParityError | None]:
+def _expected_state(
+    path: Path, settings: dict[str, Any], expect: BinaryIO
+) -> tuple[dict[str, Any], ParityError | None]:
     """Whether the user's own pairs come out as expected, and what is wrong if they do not.
 
     Raises:

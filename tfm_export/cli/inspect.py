@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import click
 
@@ -27,7 +27,7 @@ from tfm_export.runtime.cpu.saturation import saturation_note
 @expect_option
 @json_option
 def command(
-    path: Path, as_json: bool, config: Path | None, adapter: str | None, expect: IO[str] | None, **options: Any
+    path: Path, as_json: bool, config: Path | None, adapter: str | None, expect: BinaryIO | None, **options: Any
 ) -> None:
     """Show the contents of a bundle (./tfm_bundle), or which settings a checkpoint contains and which it lacks.
 
@@ -155,7 +155,7 @@ def _sections(manifest: Manifest) -> dict[str, dict[str, Any]]:
             "decoder layers": dimensions.decoder_layers,
             "heads": f"{dimensions.heads} of size {dimensions.head_size}",
             "candidates": f"{dimensions.candidates} best tokens at each step",
-            **_flat(manifest.model),
+            **_flat({**manifest.model, "reading": manifest.model.get("reading", {}).get("verdict", "not known")}),
         },
         "limits": {
             "longest source": f"{limits.max_source_length} tokens",

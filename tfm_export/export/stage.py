@@ -178,7 +178,8 @@ def _write_tokenizer(bundle: Bundle, source: SourceModel) -> None:
 def _reading(source: SourceModel, known: ExpectedComparison | None) -> dict[str, Any]:
     """What the manifest says of how the checkpoint was read."""
     proven = {} if known is None else {"pairs": known.count, "with_log_probs": known.with_log_probs}
-    return asdict(Reading(answers=source.answers, **proven))
+    reading = Reading(answers=source.answers, **proven)
+    return {**asdict(reading), "verdict": reading.text()}
 
 
 def _golden_sources(

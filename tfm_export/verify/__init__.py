@@ -25,13 +25,8 @@ from tfm_export.runtime.step_model import StepModel
 from tfm_export.text_files import read_text
 from tfm_export.tokenizer import load_tokenizer
 from tfm_export.verify.cpu import CPU, TWIN, cpu_model
-from tfm_export.verify.expectations import (
-    Expectations,
-    ExpectedComparison,
-    ReadModel,
-    compare_expectations,
-    parse_expectations,
-)
+from tfm_export.verify.expectation_file import Expectations, parse_expectations
+from tfm_export.verify.expectations import ExpectedComparison, ReadModel, compare_expectations
 from tfm_export.verify.generate_graph import compare_generate_graph
 from tfm_export.verify.golden import (
     BeamGolden,

@@ -49,7 +49,11 @@ def _section(report: ParityReport) -> str:
         (report.kernels, f"{report.backend}: largest difference from the graphs in float64"),
     )
     parts += [_tensors(tensors, caption) for tensors, caption in kinds if tensors]
-    parts += [f"<p>{escape(note)}</p>\n" for note in report.notes]
+    if report.expected is not None:
+        problems = "".join(f"<br>{escape(problem)}" for problem in report.expected.problems())
+        parts.append(f"<p>{_verdict(report.expected.passed)}: {escape(report.expected.text())}{problems}</p>\n")
+    notes = [*report.notes, *([f"reading: {report.reading}"] if report.reading else [])]
+    parts += [f"<p>{escape(note)}</p>\n" for note in notes]
     return "".join(parts)
 
 

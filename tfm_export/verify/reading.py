@@ -12,14 +12,8 @@ from tfm_export.bundle import Bundle, Limits, Manifest
 from tfm_export.errors import ParityError
 from tfm_export.progress import Progress
 from tfm_export.verify.cpu import cpu_model
-from tfm_export.verify.expectations import (
-    FEW,
-    Expectations,
-    ExpectedComparison,
-    ReadModel,
-    compare_expectations,
-    expected_log_probs,
-)
+from tfm_export.verify.expectation_file import Expectations
+from tfm_export.verify.expectations import FEW, ExpectedComparison, ReadModel, compare_expectations, expected_log_probs
 from tfm_export.verify.golden import tie_margin
 
 if TYPE_CHECKING:
@@ -52,7 +46,7 @@ class Reading:
         if state is None:
             settings = manifest.model.get("settings", {})
             return cls(answers={name: {"value": value, "origin": GIVEN} for name, value in settings.items()})
-        return cls(**state)
+        return cls(**{name: value for name, value in state.items() if name != "verdict"})
 
     def shown_by(self, found: ExpectedComparison | None) -> Reading:
         """The same after more pairs were compared."""

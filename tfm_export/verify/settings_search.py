@@ -26,13 +26,8 @@ from tfm_export.progress import Progress
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.runtime.torch_model import TorchModel
 from tfm_export.tokenizer import Tokenizer, load_tokenizer
-from tfm_export.verify.expectations import (
-    Expectation,
-    Expectations,
-    ReadModel,
-    compare_expectations,
-    expected_log_probs,
-)
+from tfm_export.verify.expectation_file import Expectation, Expectations
+from tfm_export.verify.expectations import ReadModel, compare_expectations, expected_log_probs
 
 SAMPLE = 8  # pairs for teacher forcing: half of them such as came out wrong
 DECODED = 8  # candidates that decode the sample
