@@ -47,6 +47,7 @@ OPTIONS = (
         "--ignore-generation",
         metavar="KEY",
         multiple=True,
+        callback=lambda _context, _option, keys: [*keys] or None,
         help="A key of generation_config.json to leave out, such as guidance_scale; can be repeated.",
     ),
     click.option("--weights", metavar="PLACE", help='The place of the weights in the file, such as "ema".'),
@@ -66,11 +67,7 @@ def given_settings(config: Path | None, options: dict[str, Any]) -> dict[str, An
     Raises:
         CheckpointError: the file is none of settings.
     """
-    given = {
-        name: [*value] if isinstance(value, tuple) else value
-        for name, value in options.items()
-        if value not in (None, ())
-    }
+    given = {name: value for name, value in options.items() if value is not None}
     if config is None:
         return given
     from tfm_export.checkpoints import read_settings
