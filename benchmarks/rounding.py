@@ -26,11 +26,10 @@ import torch
 from benchmarks.command import new_parser, write_results
 from reference_model import Transformer, TransformerConfig, load_checkpoint, save_checkpoint
 from reference_model.checkpoint import Checkpoint, GenerationDefaults, SpecialIds
-from tfm_export import graph
 from tfm_export.bundle import Bundle, Limits, Manifest
 from tfm_export.bundle import GenerationDefaults as BundleDefaults
 from tfm_export.bundle import SpecialIds as BundleIds
-from tfm_export.export.variant import write_fp32_variant
+from tfm_export.export.variant import dimensions_of, write_fp32_variant
 from tfm_export.precision import TIMES_ROUNDING
 from tfm_export.runtime.cpu import onnx_runtime
 from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
@@ -108,16 +107,8 @@ def exported(seed: int) -> tuple[Transformer, Bundle]:
         write_fp32_variant(checkpoint.model, folder / "onnx" / "fp32")
         save_checkpoint(checkpoint, folder / "model.pt")
     model = load_checkpoint(folder / "model.pt").model
-    config = model.config
     manifest = Manifest(
-        dimensions=graph.Dimensions(
-            source_vocabulary_size=config.source_vocabulary_size,
-            target_vocabulary_size=config.target_vocabulary_size,
-            decoder_layers=config.decoder_layers,
-            heads=config.heads,
-            head_size=config.head_size,
-            candidates=min(16, config.target_vocabulary_size),
-        ),
+        dimensions=dimensions_of(model),
         limits=Limits(max_source_length=LENGTH, max_target_length=LENGTH),
         special_ids=BundleIds(**vars(SpecialIds())),
         generation=BundleDefaults(max_length=20),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
@@ -19,6 +19,7 @@ SIZES = (
     "decoder_layers",
     "max_length",
 )
+DECODER_SIZES = ("decoder_d_model", "decoder_heads", "decoder_d_head", "decoder_d_ff")
 
 PRESETS: dict[str, dict[str, Any]] = {
     "base": {"d_model": 512, "heads": 8, "d_ff": 2048, "encoder_layers": 6, "decoder_layers": 6, "dropout": 0.1},
@@ -34,10 +35,14 @@ class TransformerConfig:
     Attributes:
         source_vocabulary_size: rows of the source embedding.
         target_vocabulary_size: rows of the target embedding and outputs of the projection.
-        d_model: width of the residual stream.
+        d_model: width of the residual stream of both stacks, as the sizes that follow are of both.
         heads: attention heads.
         d_head: dimensions of one attention head; 0 stands for d_model / heads.
         d_ff: width of the feed-forward layers.
+        decoder_d_model: the decoder's d_model; 0 stands for the encoder's, and so it does for the next three.
+        decoder_heads: the decoder's heads, in self-attention and cross-attention.
+        decoder_d_head: the decoder's d_head.
+        decoder_d_ff: the decoder's d_ff.
         encoder_layers: number of encoder layers.
         decoder_layers: number of decoder layers.
         dropout: probability of dropping an activation while training.
@@ -71,6 +76,10 @@ class TransformerConfig:
     heads: int = 8
     d_head: int = 0
     d_ff: int = 2048
+    decoder_d_model: int = 0
+    decoder_heads: int = 0
+    decoder_d_head: int = 0
+    decoder_d_ff: int = 0
     encoder_layers: int = 6
     decoder_layers: int = 6
     dropout: float = 0.1
@@ -97,14 +106,14 @@ class TransformerConfig:
             raise ValueError("; ".join(problems))
 
     def _size_problems(self) -> Iterator[str]:
-        least = dict.fromkeys(SIZES, 1) | {"d_head": 0, "longest_target": 0}
+        least = dict.fromkeys(SIZES, 1) | dict.fromkeys(("d_head", "longest_target", *DECODER_SIZES), 0)
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 yield f"{name} must be at least {minimum}, found {getattr(self, name)}"
-        if self.heads >= 1 and not self.d_head and self.d_model % self.heads:
-            yield f"d_model must be a multiple of heads, found {self.d_model} and {self.heads}"
-        if self.positions == "sinusoidal" and self.d_model % 2:
-            yield f"d_model must be even for sinusoidal positions, found {self.d_model}"
+        yield from self._width_problems("", self.d_model, self.heads, self.d_head)
+        if any(getattr(self, name) for name in DECODER_SIZES):
+            decoder = self._decoder_sizes()
+            yield from self._width_problems("the decoder's ", decoder["d_model"], decoder["heads"], decoder["d_head"])
         if self.positions == "relative":
             yield from self._relative_problems()
         if self.share_embeddings and self.source_vocabulary_size != self.target_vocabulary_size:
@@ -112,6 +121,14 @@ class TransformerConfig:
                 "share_embeddings needs vocabularies of one size, found "
                 f"{self.source_vocabulary_size} and {self.target_vocabulary_size}"
             )
+        if self.share_embeddings and self.decoder_d_model not in {0, self.d_model}:
+            yield f"share_embeddings needs stacks of one d_model, found {self.d_model} and {self.decoder_d_model}"
+
+    def _width_problems(self, whose: str, d_model: int, heads: int, d_head: int) -> Iterator[str]:
+        if heads >= 1 and not d_head and d_model % heads:
+            yield f"{whose}d_model must be a multiple of heads, found {d_model} and {heads}"
+        if self.positions == "sinusoidal" and d_model % 2:
+            yield f"{whose}d_model must be even for sinusoidal positions, found {d_model}"
 
     def _relative_problems(self) -> Iterator[str]:
         buckets, distance = self.relative_buckets, self.relative_max_distance
@@ -133,6 +150,15 @@ class TransformerConfig:
     def head_size(self) -> int:
         """Dimensions of one attention head."""
         return self.d_head or self.d_model // self.heads
+
+    @property
+    def decoder(self) -> TransformerConfig:
+        """The configuration with the decoder's sizes in the place of the encoder's."""
+        return replace(self, **{**self._decoder_sizes(), **dict.fromkeys(DECODER_SIZES, 0)})
+
+    def _decoder_sizes(self) -> dict[str, Any]:
+        names = {name.removeprefix("decoder_"): name for name in DECODER_SIZES}
+        return {name: getattr(self, own) or getattr(self, name) for name, own in names.items()}
 
     @property
     def max_target_length(self) -> int:

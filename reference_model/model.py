@@ -1,7 +1,8 @@
 """The Transformer of Vaswani et al., "Attention Is All You Need" (2017), read from top to bottom.
 
 Letters in the shapes: B sentences, S source length, T target length, M d_model, H heads, D head size,
-Q queries, K keys, V target vocabulary. Masks are bool and True means "may attend".
+Q queries, K keys, V target vocabulary. M, H and D are those of the stack that is spoken of; the encoder's output, the
+memory, has the encoder's M. Masks are bool and True means "may attend".
 """
 
 from __future__ import annotations
@@ -53,15 +54,20 @@ def scaled_dot_product_attention(
 
 
 class MultiHeadAttention(nn.Module):
-    """Several heads attend side by side, each on its own projection; section 3.2.2 of the paper."""
+    """Several heads attend side by side, each on its own projection; section 3.2.2 of the paper.
 
-    def __init__(self, config: TransformerConfig) -> None:
+    Args:
+        config: the model's.
+        memory_width: M of what keys and values are made of; None for d_model.
+    """
+
+    def __init__(self, config: TransformerConfig, memory_width: int | None = None) -> None:
         super().__init__()
         self.heads, self.head_size, self.scaled = config.heads, config.head_size, config.scale_attention
         width = config.heads * config.head_size
         self.W_q = nn.Linear(config.d_model, width)
-        self.W_k = nn.Linear(config.d_model, width)
-        self.W_v = nn.Linear(config.d_model, width)
+        self.W_k = nn.Linear(memory_width or config.d_model, width)
+        self.W_v = nn.Linear(memory_width or config.d_model, width)
         self.W_o = nn.Linear(width, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -270,12 +276,17 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Masked self-attention, cross-attention to the encoder's output, then feed-forward."""
+    """Masked self-attention, cross-attention to the encoder's output, then feed-forward.
 
-    def __init__(self, config: TransformerConfig) -> None:
+    Args:
+        config: of the decoder.
+        memory_width: M of the encoder's output.
+    """
+
+    def __init__(self, config: TransformerConfig, memory_width: int) -> None:
         super().__init__()
         self.self_attention, self.self_attention_residual = MultiHeadAttention(config), Residual(config)
-        self.cross_attention, self.cross_attention_residual = MultiHeadAttention(config), Residual(config)
+        self.cross_attention, self.cross_attention_residual = MultiHeadAttention(config, memory_width), Residual(config)
         self.feed_forward, self.feed_forward_residual = FeedForward(config), Residual(config)
 
     def forward(
@@ -314,27 +325,27 @@ class Transformer(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, decoder = config, config.decoder
         self.source_embedding = nn.Embedding(config.source_vocabulary_size, config.d_model)
         self.target_embedding = (
             self.source_embedding
             if config.share_embeddings
-            else nn.Embedding(config.target_vocabulary_size, config.d_model)
+            else nn.Embedding(config.target_vocabulary_size, decoder.d_model)
         )
         self.source_positions = PositionalEncoding(config, config.max_length)
-        self.target_positions = PositionalEncoding(config, config.max_target_length)
+        self.target_positions = PositionalEncoding(decoder, config.max_target_length)
         relative = config.positions == "relative"
         self.encoder_relative = RelativePositions(config, both_ways=True) if relative else None
-        self.decoder_relative = RelativePositions(config, both_ways=False) if relative else None
+        self.decoder_relative = RelativePositions(decoder, both_ways=False) if relative else None
         self.encoder_layers = nn.ModuleList(  # type: ignore[assignment]
             EncoderLayer(config) for _ in range(config.encoder_layers)
         )
         self.decoder_layers = nn.ModuleList(  # type: ignore[assignment]
-            DecoderLayer(config) for _ in range(config.decoder_layers)
+            DecoderLayer(decoder, config.d_model) for _ in range(config.decoder_layers)
         )
         self.encoder_norm = make_norm(config) if config.final_norm else nn.Identity()
-        self.decoder_norm = make_norm(config) if config.final_norm else nn.Identity()
-        self.projection = nn.Linear(config.d_model, config.target_vocabulary_size)
+        self.decoder_norm = make_norm(decoder) if config.final_norm else nn.Identity()
+        self.projection = nn.Linear(decoder.d_model, config.target_vocabulary_size)
         self._initialise()
         if config.tie_projection:
             self.projection.weight = self.target_embedding.weight
@@ -346,26 +357,27 @@ class Transformer(nn.Module):
         # Embeddings are multiplied by sqrt(M): started at 1/sqrt(M), they enter the stack at the positions' scale.
         # A dict, not a set: a shared one is drawn once, and separate ones always in this order.
         for embedding in dict.fromkeys((self.source_embedding, self.target_embedding)):
-            nn.init.normal_(embedding.weight, std=self.config.d_model**-0.5)
+            nn.init.normal_(embedding.weight, std=embedding.embedding_dim**-0.5)
 
-    @property
-    def embedding_scale(self) -> float:
-        """What embeddings are multiplied by; section 3.4."""
-        return math.sqrt(self.config.d_model) if self.config.scale_embeddings else 1.0
+    def embedding_scale(self, embedding: nn.Embedding) -> float:
+        """What the rows of an embedding are multiplied by; section 3.4."""
+        return math.sqrt(embedding.embedding_dim) if self.config.scale_embeddings else 1.0
 
     @property
     def output_scale(self) -> float:
         """What the decoder's output is multiplied by before the projection."""
-        return self.config.d_model**-0.5 if self.config.scale_projection else 1.0
+        return self.projection.in_features**-0.5 if self.config.scale_projection else 1.0
 
     def embed_source(self, ids: Tensor) -> Tensor:
         """Source ids [B, S] -> scaled embeddings with their positions [B, S, M]; section 3.4."""
-        embedded: Tensor = self.source_positions(self.source_embedding(ids) * self.embedding_scale)
+        scale = self.embedding_scale(self.source_embedding)
+        embedded: Tensor = self.source_positions(self.source_embedding(ids) * scale)
         return embedded
 
     def embed_target(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """The same of target ids [B, T]; their positions [B, T] are 0..T-1 unless they are given."""
-        embedded: Tensor = self.target_positions(self.target_embedding(ids) * self.embedding_scale, positions)
+        scale = self.embedding_scale(self.target_embedding)
+        embedded: Tensor = self.target_positions(self.target_embedding(ids) * scale, positions)
         return embedded
 
     def project(self, x: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ ROOT = Path(__file__).parent.parent
 
 # From the bottom up. A part may import those of the lines above it, and never one of its own line.
 LAYERS = (
+    ("quotation",),
     ("errors",),
-    ("extras", "graph", "precision", "progress"),
+    ("extras", "field_types", "graph", "json_text", "precision", "progress"),
     ("bundle",),
     ("staging", "graph_files", "engines"),
     ("runtime", "passes"),
@@ -57,7 +58,20 @@ LIBRARIES = {
     "subword_nmt": {"tokenizer"},
     "click": {"cli"},
     "matplotlib": {"cli"},
-    "numpy": set(RANKS) - {"errors", "extras", "graph", "precision", "progress", "bundle", "staging", "engines"},
+    "numpy": set(RANKS)
+    - {
+        "quotation",
+        "errors",
+        "json_text",
+        "field_types",
+        "extras",
+        "graph",
+        "precision",
+        "progress",
+        "bundle",
+        "staging",
+        "engines",
+    },
 }
 STANDARD = sys.stdlib_module_names
 

@@ -16,7 +16,9 @@ from tfm_export.errors import (
     BundleError,
     CheckpointError,
     ExportError,
+    ModelClosed,
     NumericError,
+    Overloaded,
     ParityError,
     RequestError,
     TfmExportError,
@@ -24,7 +26,7 @@ from tfm_export.errors import (
 
 if TYPE_CHECKING:
     from tfm_export.decoding import DecodeOptions
-    from tfm_export.model import Generation, Model, TextRequest, load
+    from tfm_export.model import Generation, Model, Observer, TextRequest, load
 
     __version__: str
 
@@ -37,7 +39,10 @@ __all__ = [
     "ExportError",
     "Generation",
     "Model",
+    "ModelClosed",
     "NumericError",
+    "Observer",
+    "Overloaded",
     "ParityError",
     "RequestError",
     "TextRequest",
@@ -51,6 +56,7 @@ _LAZY = {
     "DecodeOptions": "tfm_export.decoding",
     "Generation": "tfm_export.model",
     "Model": "tfm_export.model",
+    "Observer": "tfm_export.model",
     "TextRequest": "tfm_export.model",
     "load": "tfm_export.model",
 }

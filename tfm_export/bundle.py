@@ -17,19 +17,44 @@ import json
 import os
 import shlex
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from tfm_export.errors import BundleError
+from tfm_export.field_types import fact_problems, field_problems
 from tfm_export.graph import Dimensions
+from tfm_export.json_text import parse_json
+from tfm_export.precision import PRECISIONS
+from tfm_export.quotation import quote, shorten
 
 FORMAT_VERSION = 1
 MANIFEST = "bundle.json"
+MOST_BYTES = 64_000_000  # of a manifest
 GOLDEN = "golden.jsonl"
 TOKENIZER = "tokenizer"
 DEFAULT_PATH = Path("tfm_bundle")
+# What facts are, where a manifest has them.
+VARIANT_FACTS = {
+    "weights": str,
+    "compute": str,
+    "target": str,
+    "quantized": str,
+    "agreement": float | None,
+    "metric": dict[str, Any] | None,
+    "speed": float,
+    "reduced_range": bool,
+    "int8_encoder": bool,
+}
+GOLDEN_FACTS = {"synthetic": bool, "max_length": int}
+MODEL_FACTS = {"notes": list[str], "settings": dict[str, Any]}
+ENGINE_FACTS = {
+    **dict.fromkeys(("variant", "compute", "flavor", "flavor_version", "attention"), str),
+    **dict.fromkeys(("max_batch_size", "max_beam_size", "max_source_length", "max_target_length"), int),
+    "compute_capabilities": list[str],
+    "capacities": list[int],
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +164,7 @@ class Manifest:
             BundleError: it is not JSON, is of a newer format, or lacks a field or has one that it should not.
         """
         try:
-            state = json.loads(text)
+            state = parse_json(text)
         except ValueError as problem:
             raise BundleError(f"{path} is not JSON: {problem}", "export the bundle again") from None
         version = state.get("format_version") if isinstance(state, dict) else None
@@ -151,7 +176,7 @@ class Manifest:
                 "update tfm-export, or export the bundle again with this version",
             )
         try:
-            return cls(
+            manifest = cls(
                 **{
                     **state,
                     "dimensions": Dimensions(**state["dimensions"]),
@@ -164,8 +189,49 @@ class Manifest:
         except (KeyError, TypeError, AttributeError) as problem:
             expected = ", ".join(f.name for f in fields(cls))
             raise BundleError(
-                f"{path} does not have the fields of a manifest ({expected}): {problem}", "export the bundle again"
+                f"{path} does not have the fields of a manifest ({expected}): {shorten(str(problem))}",
+                "export the bundle again",
             ) from None
+        if problems := [*manifest.problems()]:
+            raise BundleError([f"{path}: {problem}" for problem in problems], "export the bundle again")
+        return manifest
+
+    def problems(self) -> Iterator[str]:
+        """What has another type than it should, or contradicts itself."""
+        parts = {"dimensions": self.dimensions, "limits": self.limits, "special_ids": self.special_ids}
+        found = [problem for name, part in parts.items() for problem in field_problems(part, f"{name}.")]
+        found += field_problems(self.generation, "generation.")
+        found += field_problems(self)
+        for name, entry in self.files.items():
+            found += field_problems(entry, f"files: {name}: ")
+        if found:
+            yield from found
+            return
+        yield from fact_problems(self.golden, GOLDEN_FACTS, "golden.")
+        yield from fact_problems(self.model, MODEL_FACTS, "model.")
+        for name, facts in self.variants.items():
+            if name not in PRECISIONS:
+                yield f"variants: {shorten(name)} is no precision; known are {', '.join(PRECISIONS)}"
+            yield from fact_problems(facts, VARIANT_FACTS, f"variants: {name}: ")
+        for name, facts in self.engines.items():
+            yield from fact_problems(facts, ENGINE_FACTS, f"engines: {name}: ")
+            yield from (f"engines: {shorten(name)}: it has no {fact}" for fact in ENGINE_FACTS if fact not in facts)
+        yield from self._size_problems()
+
+    def _size_problems(self) -> Iterator[str]:
+        special, sizes = self.special_ids, self.dimensions
+        for part in (self.dimensions, self.limits):
+            yield from (f"{name} must be at least 1, found {n}" for name, n in asdict(part).items() if n < 1)
+        for name, size in (
+            ("pad", sizes.source_vocabulary_size),
+            ("bos", sizes.target_vocabulary_size),
+            ("eos", sizes.target_vocabulary_size),
+        ):
+            if not 0 <= getattr(special, name) < size:
+                yield f"{name} id {getattr(special, name)} is outside the vocabulary of {size}"
+        longest = self.limits.max_target_length
+        if not 1 <= self.generation.max_length <= longest:
+            yield f"generation.max_length must be from 1 to {longest}, found {self.generation.max_length}"
 
 
 def file_hash(path: Path) -> str:
@@ -219,6 +285,8 @@ class Bundle:
         path = Path(path)
         manifest_path = path / MANIFEST
         try:
+            if manifest_path.stat().st_size > MOST_BYTES:
+                raise BundleError(f"{manifest_path} has more than {MOST_BYTES:,} bytes: it is no manifest of a bundle")
             text = manifest_path.read_text(encoding="utf-8")
         except (FileNotFoundError, NotADirectoryError):
             raise BundleError(
@@ -280,7 +348,7 @@ class Bundle:
         """
         if variant not in self.manifest.variants:
             found = ", ".join(self.manifest.variants) or "none"
-            raise BundleError(f"{self.path} has no variant {variant!r}; it has {found}")
+            raise BundleError(f"{self.path} has no variant {quote(variant)}; it has {found}")
         return self.path / "onnx" / variant
 
     def fastest_variant(self) -> str:

@@ -15,7 +15,9 @@ from typing import Any, TypeGuard
 
 from tfm_export.bundle import Bundle, rebuild_command
 from tfm_export.errors import BackendUnavailable, BundleError
+from tfm_export.json_text import parse_json
 from tfm_export.precision import FLOATS, PRECISIONS
+from tfm_export.quotation import quote
 
 ENGINES = "engines"
 ENGINE_FILE = "engine.json"
@@ -96,7 +98,9 @@ class EngineRecord:
     def __post_init__(self) -> None:
         """Raises BundleError, naming every field that cannot be right."""
         if problems := list(_problems(self)):
-            raise BundleError([f"engine {self.name!r}: {problem}" for problem in problems], "tfm-export trt --force")
+            raise BundleError(
+                [f"engine {quote(self.name)}: {problem}" for problem in problems], "tfm-export trt --force"
+            )
 
     def to_json(self) -> str:
         """The text of engine.json."""
@@ -116,7 +120,7 @@ class EngineRecord:
         """
         hint = "tfm-export trt --force builds the engine again"
         try:
-            state = json.loads(text)
+            state = parse_json(text)
         except ValueError as problem:
             raise BundleError(f"{path} is not JSON: {problem}", hint) from None
         version = state.get("format_version") if isinstance(state, dict) else None
@@ -179,7 +183,7 @@ def read_engine(bundle: Bundle, name: str) -> EngineRecord:
     manifest = bundle.manifest
     if name not in manifest.engines:
         found = ", ".join(manifest.engines) or "none"
-        raise BundleError(f"{bundle.path} has no engine {name!r}; it has {found}", f"tfm-export trt {bundle.path}")
+        raise BundleError(f"{bundle.path} has no engine {quote(name)}; it has {found}", f"tfm-export trt {bundle.path}")
     path = bundle.path / ENGINES / name / ENGINE_FILE
     try:
         record = EngineRecord.from_json(path.read_text(encoding="utf-8"), path)
@@ -286,13 +290,13 @@ _RULES: dict[str, tuple[str, Callable[[Any], object]]] = {
 def _problems(record: EngineRecord) -> Iterator[str]:
     """What cannot be right in a record."""
     wrong = [name for name, (_, test) in _RULES.items() if not test(getattr(record, name))]
-    yield from (f"{name} must be {_RULES[name][0]}, found {getattr(record, name)!r}" for name in wrong)
+    yield from (f"{name} must be {_RULES[name][0]}, found {quote(getattr(record, name))}" for name in wrong)
     if "compute" not in wrong and record.float_type != (expected := PRECISIONS[record.compute].float_type):
-        yield f"float_type must be {expected} with {record.compute}, found {record.float_type!r}"
+        yield f"float_type must be {expected} with {record.compute}, found {quote(record.float_type)}"
     if "capacities" not in wrong:
         plans = {plan: plan_file(plan) for plan in (ENCODER_PLAN, *map(step_plan, record.capacities))}
         if record.plans != plans:
-            yield f"plans must be {plans}, found {record.plans!r}"
+            yield f"plans must be {plans}, found {quote(record.plans)}"
         profiles: Any = record.profiles
         if not isinstance(profiles, dict) or profiles.keys() != plans.keys():
             yield f"profiles must be those of {', '.join(plans)}"

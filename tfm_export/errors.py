@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tfm_export.quotation import printable, shorten
+
+MOST_PROBLEMS = 200
+MOST_CHARACTERS = 8_000  # of one: whoever writes a message quotes shortly, this only keeps a terminal usable
+
 
 class TfmExportError(Exception):
     """Base of all errors below.
@@ -23,10 +28,12 @@ class TfmExportError(Exception):
     exit_code = 1
 
     def __init__(self, problems: str | Sequence[str], hint: str | None = None) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
-        self.hint = hint
+        found = [problems] if isinstance(problems, str) else list(problems)
+        more = [f"and {len(found) - MOST_PROBLEMS:,} more"] if len(found) > MOST_PROBLEMS else []
+        self.problems = [shorten(problem, MOST_CHARACTERS) for problem in found[:MOST_PROBLEMS]] + more
+        self.hint = None if hint is None else printable(hint)
         lines = self.problems if len(self.problems) == 1 else [f"- {problem}" for problem in self.problems]
-        super().__init__("\n".join([*lines, *([f"Try: {hint}"] if hint else [])]))
+        super().__init__("\n".join([*lines, *([f"Try: {self.hint}"] if hint else [])]))
 
 
 class CheckpointError(TfmExportError):
@@ -53,6 +60,26 @@ class ParityError(TfmExportError):
 
 class RequestError(TfmExportError):
     """An input or an option that the model cannot serve."""
+
+
+class ModelClosed(RequestError):
+    """A model takes no requests any more, or was closed before this one was decoded."""
+
+
+class Overloaded(TfmExportError):
+    """So many requests wait for a model that it takes no more.
+
+    Args:
+        problem: what is wrong.
+        retry_after: seconds after which there will probably be room.
+
+    Attributes:
+        retry_after: as above.
+    """
+
+    def __init__(self, problem: str, *, retry_after: float) -> None:
+        super().__init__(problem, f"again in {retry_after:.1f} s, or a larger max_waiting")
+        self.retry_after = retry_after
 
 
 class BackendUnavailable(TfmExportError):

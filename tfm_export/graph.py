@@ -28,8 +28,8 @@ class Dimensions:
         source_vocabulary_size: one more than the largest source id.
         target_vocabulary_size: V.
         decoder_layers: each has a self-attention cache and a cross-attention key and value.
-        heads: H.
-        head_size: D.
+        heads: H, of the decoder; the encoder may have others.
+        head_size: D, of these heads.
         candidates: N, how many of the best tokens a step names.
     """
 
@@ -48,7 +48,12 @@ class Dimensions:
         Args:
             float_type: what the engine computes in where nothing is quantised.
         """
-        return self if float_type == "float32" else replace(self, head_size=max(16, -(-self.head_size // 8) * 8))
+        return replace(self, head_size=padded_head_size(self.head_size, float_type))
+
+
+def padded_head_size(size: int, float_type: str) -> int:
+    """What heads of a size become in an engine; padded once, they stay as they are."""
+    return size if float_type == "float32" else max(16, -(-size // 8) * 8)
 
 
 @dataclass(frozen=True)

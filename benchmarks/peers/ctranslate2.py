@@ -19,6 +19,7 @@ import ctranslate2
 import numpy as np
 from ctranslate2.specs import Activation, TransformerSpec
 from ctranslate2.specs.common_spec import LayerNormSpec
+from ctranslate2.specs.transformer_spec import TransformerDecoderSpec, TransformerEncoderSpec
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:  # running a model takes no PyTorch, and a process that measures memory must not load it
@@ -39,6 +40,7 @@ PAPER = {
     "scale_attention": True,
     "scale_projection": False,
     "d_head": 0,
+    "decoder_d_head": 0,
     "longest_target": 0,
 }
 UNKNOWN = "<unk>"
@@ -133,18 +135,20 @@ def _spec(model: Transformer) -> TransformerSpec:
     config = model.config
     if others := [name for name, value in PAPER.items() if getattr(config, name) != value]:
         raise ValueError(f"this peer is made for the paper's Transformer, not for other {', '.join(others)}")
-    spec = TransformerSpec.from_config(
-        (config.encoder_layers, config.decoder_layers),
-        config.heads,
-        pre_norm=config.norm_first,
-        no_final_norm=not config.final_norm,
-        activation=ACTIVATIONS[config.activation],
-        alignment_heads=0,  # the mean over all heads is what a caller gets who asks for attention
+    options = {
+        "pre_norm": config.norm_first,
+        "no_final_norm": not config.final_norm,
+        "activation": ACTIVATIONS[config.activation],
+    }
+    spec = TransformerSpec(
+        TransformerEncoderSpec(config.encoder_layers, config.heads, **options),
+        # The mean over all heads is what a caller gets who asks for attention.
+        TransformerDecoderSpec(config.decoder_layers, config.decoder.heads, alignment_heads=0, **options),
     )
-    table = _array(model.source_positions.table)
     spec.encoder.embeddings[0].weight = _array(model.source_embedding.weight)
     spec.decoder.embeddings.weight = _array(model.target_embedding.weight)
-    spec.encoder.position_encodings.encodings = spec.decoder.position_encodings.encodings = table
+    spec.encoder.position_encodings.encodings = _array(model.source_positions.table)
+    spec.decoder.position_encodings.encodings = _array(model.target_positions.table)
     encoder_layers: list[Any] = list(model.encoder_layers)
     for into, layer in zip(spec.encoder.layer, encoder_layers, strict=True):
         _self_attention(into.self_attention, layer.self_attention, layer.self_attention_residual.norm)

@@ -37,11 +37,11 @@ class StaticGreedy:
         self, model: Transformer, batch: int, source: int, length: int, special: SpecialIds, mode: Mode = "eager"
     ) -> None:
         parameter = next(model.parameters())
-        heads, head_size, layers = model.config.heads, model.config.head_size, model.config.decoder_layers
+        decoder, layers = model.config.decoder, model.config.decoder_layers
         self._model, self._special, self._length = model, special, length
 
         def zeros(slots: int) -> list[Tensor]:
-            shape = (batch, heads, slots, head_size)
+            shape = (batch, decoder.heads, slots, decoder.head_size)
             return [torch.zeros(shape, dtype=parameter.dtype, device=parameter.device) for _ in range(2 * layers)]
 
         self._caches, self._cross = zeros(length), zeros(source)
@@ -84,7 +84,7 @@ class StaticGreedy:
         model, position = self._model, self._position
         table = model.target_positions.table
         assert table is not None, "the paper's model has sinusoids"
-        x = model.target_embedding(self._tokens) * model.embedding_scale + table[position]
+        x = model.target_embedding(self._tokens) * model.embedding_scale(model.target_embedding) + table[position]
         seen = (self._slots <= position)[None, None, None, :]
         for i, layer in enumerate(self._layers):
             y = layer.self_attention_residual.before(x)

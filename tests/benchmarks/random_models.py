@@ -17,6 +17,16 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "post-norm": {},
     "pre-norm": {"norm_first": True, "final_norm": True, "activation": "gelu"},
     "pre-norm without final norm, shared": {"norm_first": True, "share_embeddings": True, "tie_projection": True},
+    "unequal stacks": {
+        "norm_first": True,
+        "final_norm": True,
+        "d_model": 60,
+        "heads": 5,
+        "d_ff": 33,
+        "decoder_d_model": 42,
+        "decoder_heads": 3,
+        "decoder_d_ff": 71,
+    },
     "post-norm with final norm, tied": {"final_norm": True, "tie_projection": True, "activation": "gelu"},
 }
 

@@ -93,7 +93,7 @@ def log_probs_of(source_ids: Tensor, target_ids: Tensor, wanted: list[int]) -> C
     return compute
 
 
-@pytest.mark.parametrize("name", ["sinusoids", "gated", "learned"])
+@pytest.mark.parametrize("name", ["sinusoids", "gated", "learned", "unequal"])
 @torch.inference_mode()
 def test_folders_of_eole_give_what_eole_computed(name: str) -> None:
     folder = FIXTURES / f"eole_{name}"
@@ -102,6 +102,11 @@ def test_folders_of_eole_give_what_eole_computed(name: str) -> None:
     check_usual_ids_and_tokens(source)
     assert source.model.config.norm == ("rms" if name == "gated" else "layer")
     assert source.model.config.tie_projection == (name == "gated")
+    if name == "unequal":
+        sizes = [
+            (stack.heads, stack.head_size, stack.d_ff) for stack in (source.model.config, source.model.config.decoder)
+        ]
+        assert sizes == [(4, 3, 7), (2, 5, 11)]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +114,7 @@ def test_folders_of_eole_give_what_eole_computed(name: str) -> None:
     [
         (None, {"parallel_residual": True}, "parallel_residual is True, which is not supported"),
         (None, {"heads": 3}, "d_model must be a multiple of heads, found 8 and 3"),
-        ("decoder", {"heads": 4}, "heads is 2 in the encoder and 4 in the decoder"),
+        ("decoder", {"heads": 3}, "the decoder's d_model must be a multiple of heads, found 8 and 3"),
         ("decoder", {"heads_kv": 1}, "heads_kv is 1 in the decoder"),
         ("encoder", {"mlp_activation_fn": "quick_gelu"}, "mlp_activation_fn 'quick_gelu' is not known"),
         ("encoder", {"layer_norm": "gemma-rms"}, "layer_norm 'gemma-rms' is not known"),
@@ -169,7 +174,7 @@ def test_opennmt_options_that_do_not_fit_are_refused(tmp_path: Path, options: di
         read_checkpoint(tmp_path / "model.pt")
 
 
-@pytest.mark.parametrize("name", ["sinusoids", "learned"])
+@pytest.mark.parametrize("name", ["sinusoids", "learned", "unequal"])
 @torch.inference_mode()
 def test_fairseq_checkpoints_give_what_fairseq_computed_and_generated(name: str) -> None:
     path = FIXTURES / f"fairseq_{name}.pt"
@@ -250,7 +255,7 @@ def test_fairseq_checkpoints_without_arguments_are_asked_for_them(tmp_path: Path
     ("arguments", "problem"),
     [
         ({"activation_fn": "tanh"}, "activation_fn 'tanh' is not known"),
-        ({"encoder_attention_heads": 4}, "as many heads in both stacks"),
+        ({"decoder_attention_heads": 7}, "the decoder's d_model must be a multiple of heads, found 24 and 7"),
         ({"adaptive_softmax_cutoff": "10,20"}, "adaptive_softmax_cutoff is '10,20', which is not supported"),
     ],
 )
@@ -258,6 +263,14 @@ def test_fairseq_arguments_that_do_not_fit_are_refused(tmp_path: Path, arguments
     given = {"encoder_attention_heads": 3, "decoder_attention_heads": 3, **arguments}
     torch.save(as_fairseq(build("m2m_100"), given), tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match=problem):
+        read_checkpoint(tmp_path / "model.pt")
+
+
+def test_fairseq_embeddings_of_another_width_are_refused(tmp_path: Path) -> None:
+    state = as_fairseq(build("m2m_100"), {"encoder_attention_heads": 3, "decoder_attention_heads": 3})
+    state["model"]["decoder.project_in_dim.weight"] = torch.ones(24, 9)
+    torch.save(state, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"decoder_input_dim .* is not decoder_embed_dim \(project_in_dim\)"):
         read_checkpoint(tmp_path / "model.pt")
 
 
@@ -278,7 +291,7 @@ PRE = {
     "transformer-postprocess-top": "n",
     "transformer-postprocess-emb": "d",
 }
-V, WIDTH, INNER = 13, 8, 10
+V, WIDTH, INNER, DECODER_INNER = 13, 8, 10, 7
 
 
 def marian_arrays(*, pre_norm: bool, separate: bool, learned: bool = False, **options: Any) -> dict[str, np.ndarray]:
@@ -302,7 +315,8 @@ def marian_shapes(*, pre_norm: bool, separate: bool, learned: bool) -> Iterator[
     layers = [("encoder_l1", ("self",)), ("decoder_l1", ("self", "context")), ("decoder_l2", ("self", "context"))]
     for layer, attentions in layers:
         linears = {f"{layer}_{attention}_{{}}{part}": (WIDTH, WIDTH) for attention in attentions for part in "qkvo"}
-        linears |= {f"{layer}_ffn_{{}}1": (WIDTH, INNER), f"{layer}_ffn_{{}}2": (INNER, WIDTH)}
+        inner = INNER if layer.startswith("encoder") else DECODER_INNER
+        linears |= {f"{layer}_ffn_{{}}1": (WIDTH, inner), f"{layer}_ffn_{{}}2": (inner, WIDTH)}
         for name, shape in linears.items():
             yield name.format("W"), shape
             yield name.format("b"), (1, shape[1])

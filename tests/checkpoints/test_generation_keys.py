@@ -134,7 +134,7 @@ def test_special_ids_that_are_missing(folder: Callable[..., Path]) -> None:
     ("generation", "problem"),
     [
         ({"max_length": 1}, "max_length 1, which leaves no token"),
-        ({"bad_words_ids": [[2]]}, r"bad_words_ids \[\[2\]\]: transformers takes no list without other"),
+        ({"bad_words_ids": [[2]]}, r"bad_words_ids \[\[2\]\]: transformers takes no list of end tokens alone"),
         ({"bad_words_ids": [5]}, r"bad_words_ids \[5\], expected a list of lists of ids"),
         ({"bad_words_ids": [[5, 59]]}, "bad_words_ids with ids that the vocabulary of 59 lacks: 59"),
         ({"sequence_bias": {"5": 1.0}}, "sequence_bias .*expected a list of lists of ids with a number each"),
@@ -146,6 +146,7 @@ def test_special_ids_that_are_missing(folder: Callable[..., Path]) -> None:
         ({"forced_eos_token_id": 9, "suppress_tokens": [9]}, "forced_eos_token_id 9 among suppress_tokens"),
         ({"forced_eos_token_id": [2, 3], "num_beams": 2}, "a beam search takes any"),
         ({"encoder_repetition_penalty": 0.0}, "encoder_repetition_penalty must be above 0"),
+        ({"bos_token_id": "x"}, "bos_token_id 'x', expected a whole number"),
         ({"begin_suppress_tokens": 5}, "begin_suppress_tokens 5, expected a list"),
     ],
     ids=str,

@@ -89,11 +89,11 @@ class Theirs(nn.Module):
         return logits
 
 
-def build(name: str) -> Any:
+def build(name: str, seed: int = 7, **sizes: Any) -> Any:
     """A model whose biases and norms are not trivial, and whose targets are more than one token ever again."""
     kind, config, generation = MODELS[name]
-    torch.manual_seed(7)
-    config = getattr(transformers, f"{kind}Config")(**config)
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**{**config, **sizes})
     ending = {"Marian": "MTModel"}.get(kind, "ForConditionalGeneration")
     model = getattr(transformers, f"{kind}{ending}")(config).eval()
     with torch.no_grad():
@@ -209,7 +209,9 @@ def changed(folder: Path, target: Path, **config: Any) -> Path:
         ({"model_type": "blenderbot-small"}, "model_type 'blenderbot-small'; known are bart"),
         ({"decoder_start_token_id": None, "bos_token_id": None}, r"bos: .*no decoder_start_token_id"),
         ({"encoder_attention_heads": None, "decoder_attention_heads": None}, "heads: .*does not say"),
-        ({"encoder_attention_heads": 4}, "as many heads in both stacks, config.json says 3, 4|4, 3"),
+        ({"encoder_attention_heads": 5}, "d_model must be a multiple of heads, found 24 and 5"),
+        ({"decoder_attention_heads": 5}, "the decoder's d_model must be a multiple of heads, found 24 and 5"),
+        ({"decoder_attention_heads": None}, "decoder_heads: .*config.json does not say; d_model is 24"),
         ({"activation_function": "quick_gelu"}, "activation 'quick_gelu' is not known"),
         ({"eos_token_id": 59}, "eos id 59 is outside the target vocabulary of 59"),
         ({"eos_token_id": []}, r"config.json has eos_token_id \[\], expected a whole number, or a list of some"),

@@ -72,6 +72,18 @@ def test_models_on_pytorchs_transformer(tmp_path: Path, case: str) -> None:
     assert source.special_ids.source_ends_with_eos
 
 
+def test_pytorchs_stacks_of_unequal_sizes(tmp_path: Path) -> None:
+    model = TorchSeq2Seq((11, 13), 30, 5, num_encoder_layers=2, num_decoder_layers=1, dim_feedforward=31)
+    layer = nn.TransformerDecoderLayer(30, 3, 17, batch_first=True)
+    model.transformer.decoder = nn.TransformerDecoder(layer, 2, nn.LayerNorm(30))
+    path = save(model, tmp_path / "model.pt")
+    source = read(path, {**TORCH, "heads": 5, "decoder_heads": 3})
+    assert_same_model(source.model, model)
+    assert (source.model.config.d_ff, source.model.config.decoder.d_ff) == (31, 17)
+    with pytest.raises(CheckpointError, match="decoder_d_ff is 17 by the shapes, and 31 in the settings"):
+        read(path, {**TORCH, "heads": 5, "decoder_heads": 3, "decoder_d_ff": 31})
+
+
 @pytest.mark.parametrize("sizes", [(7, 59), (59, 7), (13, 13)])
 def test_embeddings_are_told_apart_by_names(tmp_path: Path, sizes: tuple[int, int]) -> None:
     model = TorchSeq2Seq(sizes, 12, 3, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=8)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 
 from reference_model import TransformerConfig
@@ -25,11 +26,13 @@ SETTINGS = {"heads": 3, "pad": 1, "bos": 0, "eos": 2, "unk": 3, "source_starts_w
 
 def test_a_folders_own_tokenizer_comes_along(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
-    path.write_text(unigram().to_str())
+    original = unigram()
+    path.write_text(original.to_str())
     files, said = folder_tokenizer({"tokenizer.json": path}, CONFIG)
     assert json.loads(files["tokenizer.json"]) == {"kind": "huggingface"}
     assert files["huggingface.json"] == path.read_bytes()
-    assert said == []
+    count = len(original.get_vocab())
+    assert said == [f"the tokenizer has {count} tokens, the embedding 130 rows: the others have no text"]
     small = TransformerConfig(source_vocabulary_size=130, target_vocabulary_size=20, d_model=4, heads=1)
     with pytest.raises(CheckpointError, match="has ids that the model's 20 rows have not"):
         folder_tokenizer({"tokenizer.json": path}, small)
@@ -76,14 +79,14 @@ def test_dictionaries_in_their_forms() -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A tiny model of the tutorial's layout with 16 and 20 tokens."""
-    torch.save(Tutorial((16, 20), 12, (1, 1), 3, 8, 20).state_dict(), tmp_path / "model.pt")
+    """A tiny model of the tutorial's layout with 16 and 24 rows."""
+    torch.save(Tutorial((16, 24), 12, (1, 1), 3, 8, 20).state_dict(), tmp_path / "model.pt")
     return tmp_path / "model.pt"
 
 
 @pytest.fixture
 def dictionaries(tmp_path: Path) -> dict[str, str]:
-    """Fairseq's, shorter than the tables by a few rows."""
+    """Fairseq's, of 14 and 17 tokens: the tables are padded to a multiple of 8."""
     for side, letters in (("source", "abcdefghij"), ("target", "klmnopqrstuvw")):
         (tmp_path / f"dict.{side}.txt").write_text("".join(f"{letter} 1\n" for letter in letters))
     return {
@@ -100,6 +103,10 @@ def test_texts_through_a_model_with_dictionaries(
     bundle, report = export_bundle(checkpoint, tmp_path / "bundle", settings=settings, inputs=["a b c", "j i h g"])
     assert report is not None
     assert report.passed
+    assert [note for note in bundle.manifest.model["notes"] if "padding" in note] == [
+        "the source dictionary has 14 tokens, the embedding 16 rows: the last 2 are taken for padding",
+        "the target dictionary has 17 tokens, the embedding 24 rows: the last 7 are taken for padding",
+    ]
     with load(bundle.path) as model:
         assert model.tokenizer is not None
         assert model.tokenizer.encode_source("a j z") == [4, 13, 3, 2]
@@ -113,6 +120,8 @@ def test_texts_through_a_model_with_dictionaries(
         (lambda s: s.update(source_dictionary="none"), "none cannot be read"),
         (lambda s: s.update(source_subwords=s["source_dictionary"]), "source_subwords and target_subwords go together"),
         (lambda s: s.update(source_dictionary=s["target_dictionary"]), "source_tokens has 17 tokens, the embedding 16"),
+        (lambda s: s.update(target_dictionary=s["source_dictionary"]), "target_tokens has 14 tokens, the embedding 24"),
+        (lambda s: s.update(unk=2), "unk id 2 is eos too"),
         (lambda s: s.update(dictionary_format="json"), "dictionary_format must be one of fairseq, marian, lines"),
     ],
 )
@@ -123,3 +132,39 @@ def test_what_does_not_fit_is_refused(
     change(settings)
     with pytest.raises(CheckpointError, match=problem):
         read_checkpoint(checkpoint, settings)
+
+
+def test_tokens_that_the_model_has_no_rows_for_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    original = unigram()
+    whole = json.loads(original.to_str())
+    count = len(original.get_vocab())
+    whole["added_tokens"].append({**whole["added_tokens"][0], "id": count, "content": "<mask>"})
+    path.write_text(json.dumps(whole))
+    config = TransformerConfig(source_vocabulary_size=count, target_vocabulary_size=count, d_model=4, heads=1)
+    files, said = folder_tokenizer({"tokenizer.json": path}, config)
+    tokenizer = tokenizers.Tokenizer.from_str(files["huggingface.json"].decode())
+    assert tokenizer.get_vocab() == original.get_vocab()
+    assert tokenizer.encode("a b").ids == original.encode("a b").ids
+    assert said == [
+        f"the tokenizer has {count + 1} tokens, the embedding {count} rows: those without a row were left out"
+    ]
+    whole["post_processor"] = {"type": "BertProcessing", "sep": ["<mask>", count], "cls": ["<mask>", count]}
+    path.write_text(json.dumps(whole))  # every source would get it
+    with pytest.raises(CheckpointError, match=f"has {count + 1} tokens, the embedding {count} rows"):
+        folder_tokenizer({"tokenizer.json": path}, config)
+
+
+def test_a_vocabulary_of_another_length_is_refused(tmp_path: Path) -> None:
+    for name in ("source.spm", "target.spm"):
+        (tmp_path / name).write_bytes(b"\n\x0e" + name.encode())
+    (tmp_path / "vocab.json").write_text(json.dumps({str(i): i for i in range(110)}))
+    paths = {path.name: path for path in tmp_path.iterdir()}
+    with pytest.raises(CheckpointError, match=r"vocab\.json has 110 tokens, the source embedding 130 rows"):
+        folder_tokenizer(paths, CONFIG)
+
+
+def test_a_dictionary_with_a_huge_id_takes_no_memory(checkpoint: Path, dictionaries: dict[str, str]) -> None:
+    Path(dictionaries["source_dictionary"]).write_text("a: 0\nb: 999999999\n")
+    with pytest.raises(CheckpointError, match="it has the id 999999999, more than 10,000,000"):
+        read_checkpoint(checkpoint, {**SETTINGS, **dictionaries, "dictionary_format": "marian"})

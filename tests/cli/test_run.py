@@ -30,7 +30,7 @@ from tfm_export.cli.heat_map import draw_attention
 from tfm_export.cli.progress import ProgressBar
 from tfm_export.cli.run import command, split_arguments
 from tfm_export.decoding import DecodeOptions
-from tfm_export.errors import NumericError
+from tfm_export.errors import NumericError, RequestError
 from tfm_export.model import runner
 
 
@@ -54,10 +54,41 @@ def test_texts_on_the_command_line(tiny_bundle: Path, expected: dict[str, str]) 
 def test_the_first_argument_is_the_bundle_only_if_it_is_one(tiny_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     assert split_arguments([str(tiny_bundle), "a"], None) == (tiny_bundle, ["a"])
-    assert split_arguments([str(tmp_path / "data"), "a"], None)[1] == [str(tmp_path / "data"), "a"]
     assert split_arguments(["a"], None) == (Path("tfm_bundle"), ["a"])
     assert split_arguments([], None) == (Path("tfm_bundle"), [])
     assert split_arguments([str(tiny_bundle)], tmp_path) == (tmp_path, [str(tiny_bundle)])
+
+
+def test_what_is_on_the_disk_is_not_decoded_as_a_text(tiny_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("hello\n")
+    (tmp_path / "data").mkdir()
+    for argument, found in (
+        (tmp_path / "words.txt", "words.txt is a file"),
+        (tmp_path / "data", "data is a folder without bundle.json"),
+        (tiny_bundle, "tfm_bundle is a bundle too"),
+    ):
+        result = run(tiny_bundle, "hello", argument)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert f"{found}: it is not decoded as a text" in result.stderr
+        assert f'--inputs FILE for the lines of a file; --bundle {tiny_bundle} "TEXT"' in result.stderr
+        with pytest.raises(RequestError, match=found):
+            split_arguments([str(argument)] if argument != tiny_bundle else [str(argument)] * 2, None)
+        assert split_arguments([str(argument)], tiny_bundle) == (tiny_bundle, [str(argument)])
+
+
+def test_what_looks_like_a_path_is_not_decoded_as_a_text(
+    tiny_bundle: Path, tmp_path: Path, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "there is no bundle nosuch, and tfm_bundle is not a bundle" in run("nosuch").stderr
+    shutil.copytree(tiny_bundle, tmp_path / "tfm_bundle")
+    for argument in ("./nosuch", "my_bundle", "lines.txt", "~user", "models/de"):
+        result = run(argument, "hello")
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert f'there is no bundle {argument}\nTry: the path of a bundle; --bundle tfm_bundle "TEXT"' in result.stderr
+    for texts in (["zz"], ["a", "and/or"], ["his / her"], ["3.14"]):
+        assert split_arguments(texts, None) == (Path("tfm_bundle"), texts)
+    assert run("zz").stdout == expected["zz"] + "\n"
 
 
 def test_the_bundle_in_the_current_folder(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.decoding.fake_model import SPECIAL, FakeModel, FakeSentences, random_table
-from tfm_export.decoding import DecodeOptions, DecodingSession, Reason, Request, Result, generate
+from tfm_export.decoding import DecodeOptions, DecodingSession, Reason, Request, Result, Trie, generate
 from tfm_export.decoding.waiting import MOST_OVERTAKEN
 from tfm_export.errors import RequestError
 
@@ -44,6 +44,48 @@ def test_requests_that_come_later_have_the_answers_that_they_have_alone(
     assert sorted(added.values()) == sorted(SOURCES)
     for number, result in found.items():
         assert result.hypotheses == generate(model, [added[number]], decoding, SPECIAL)[0].hypotheses
+
+
+OWN: list[list[dict[str, Any]]] = [
+    [
+        {},
+        {"max_decoding_length": 3},
+        {"min_decoding_length": 4, "no_repeat_ngram_size": 2},
+        {"sampling_topk": 5, "seed": 3},
+        {"sampling_topk": 0, "seed": 3, "sampling_temperature": 0.7},
+        {"end_token": [7, 9], "return_end_token": True},
+        {"start_tokens": [1, 6], "repetition_penalty": 1.4, "score_change": "after_softmax"},
+        {"target_prefix": [4, 5], "return_logits_vocab": True},
+        {"suppress_sequences": [[2]], "forced_eos": 8, "max_decoding_length": 6},
+    ],
+    [
+        {"beam_size": 3},
+        {"beam_size": 3, "num_hypotheses": 3, "length_penalty": 0.0},
+        {"beam_size": 3, "compatibility": "huggingface", "early_stopping": "never"},
+        {"beam_size": 3, "end_token": [7, 9], "patience": 2.0},
+        {"beam_size": 3, "forced_bos": 6, "max_decoding_length": 4},
+        {"beam_size": 3, "constraint": Trie([[4, 5], [6]], end=2), "prefix_bias_beta": 0.5, "target_prefix": [6]},
+    ],
+]
+
+
+@pytest.mark.parametrize("own", OWN, ids=["greedy", "beams"])
+def test_requests_of_one_batch_may_have_options_of_their_own(own: list[dict[str, Any]]) -> None:
+    model = FakeModel(random_table(12), 12, refill_at=0.0)
+    options = [DecodeOptions(max_batch_size=5, **fields) for fields in own]
+    asked = [(Request(source=source), options[i % len(options)]) for i, source in enumerate(SOURCES)]
+    found: dict[int, Result] = {}
+    with DecodingSession(model, options[0], SPECIAL) as session:
+        for request, option in asked:
+            session.add(request, option)
+        for answers in steps_of(session):
+            found.update(answers)
+    for number, (request, option) in enumerate(asked):
+        alone = generate(model, [request], option, SPECIAL)[0]
+        assert repr(found[number].hypotheses) == repr(alone.hypotheses)
+        assert found[number].reason is alone.reason
+    with pytest.raises(RequestError, match="the session decodes batches of"):
+        DecodingSession(model, options[0], SPECIAL).add(asked[0][0], DecodeOptions(beam_size=2))
 
 
 def test_a_closed_session_takes_and_answers_nothing() -> None:

@@ -66,8 +66,33 @@ CONFIGURATIONS = {
         "encoder_layers": 1,
         "decoder_layers": 1,
     },
+    # fairseq's, of two stacks that have no size in common: heads of 12 and of 7.
+    "unequal": {
+        "d_model": 36,
+        "heads": 3,
+        "d_ff": 40,
+        "decoder_d_model": 28,
+        "decoder_heads": 4,
+        "decoder_d_head": 7,
+        "decoder_d_ff": 50,
+        "encoder_layers": 1,
+        "tie_projection": True,
+    },
 }
 FULL_CONFIGURATIONS = {
+    "T5's positions and unequal heads": {
+        "positions": "relative",
+        "scale_attention": False,
+        "d_model": 45,
+        "heads": 2,
+        "d_head": 11,
+        "d_ff": 30,
+        "decoder_heads": 5,
+        "decoder_d_head": 6,
+        "decoder_d_ff": 21,
+        "gated_feed_forward": True,
+        "share_embeddings": True,
+    },
     "one head": {"heads": 1, "decoder_layers": 1},
     "heads of 7": {"d_model": 42, "heads": 6, "d_ff": 31},
     "heads of 12, vocabularies of 7 and 5": {

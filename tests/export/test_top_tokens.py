@@ -44,7 +44,7 @@ def write_top_tokens(vocabulary: int, folder: Path) -> None:
     outputs = [TensorSpec(name, kind, ("batch", "query", COUNT)) for name, kind in OUTPUTS]
     inputs = [TensorSpec("scores", "float32", ("batch", "query", vocabulary))]
     write_graph(
-        export_module(TopTokens(), (torch.zeros(2, 3, vocabulary),), axes, inputs, outputs),
+        export_module(TopTokens(), (torch.zeros(2, 3, vocabulary),), axes, inputs, outputs, largest={}),
         folder / "top.onnx",
         weights_inside=True,
     )

@@ -1,18 +1,13 @@
-"""Requests in other threads: awaited, cancelled, closed."""
+"""Answers that are waited for: awaited, made tasks of, cancelled."""
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import threading
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import tfm_export
-import tfm_export.tokenizer
 from tfm_export import RequestError
 from tfm_export.decoding import Reason, SettledToken
 from tfm_export.model import Model, TextRequest
@@ -70,30 +65,26 @@ def test_cancelling_a_task_ends_the_work_it_awaits(model: Model) -> None:
     assert pending.result(timeout=60).reason is Reason.CANCELLED
 
 
-def test_time_spent_waiting_for_a_thread_counts(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tfm_export.model.model.usable_cpus", lambda: 1)
-    request, begun, go_on = held_back()
-    with tfm_export.load(tiny_bundle, threads=1) as model:
-        model.generate_async(request)
-        assert begun.wait(60)
-        late, own = model.generate_async("hello", deadline=0.01), TextRequest(text="hello", deadline=0.01)
-        patient, never = model.generate_async([own, "hello"], deadline=60.0), model.generate_async("hello")
-        time.sleep(0.02)
-        go_on.set()
-        assert (late.result(60).reason, late.result(60).tokens) == (Reason.DEADLINE, [])
-        assert [answer.reason for answer in patient.result(60)] == [Reason.DEADLINE, Reason.END]
-        assert never.result(60).reason is Reason.END
+def test_a_pending_answer_is_a_coroutine(model: Model) -> None:
+    async def ask() -> list[str]:
+        tasks = [asyncio.create_task(model.generate_async(word)) for word in ("hello", "zz")]
+        async with asyncio.TaskGroup() as group:
+            tasks.append(group.create_task(model.generate_async("a")))
+        return [(await task).text for task in tasks]
+
+    assert asyncio.run(ask()) == [generation.text for generation in model.generate(["hello", "zz", "a"])]
 
 
-def test_closing_drops_the_requests_that_wait(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tfm_export.model.model.usable_cpus", lambda: 1)
+def test_a_loop_that_ends_before_the_answer_harms_nobody(model: Model) -> None:
     request, begun, go_on = held_back()
-    with tfm_export.load(tiny_bundle, threads=1) as model:
-        first, second = model.generate_async(request), model.generate_async("hello")
-        assert begun.wait(60)
+    pending = model.generate_async(request)
+
+    async def look() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(pending)), 0.01)
+
+    assert begun.wait(60)
+    asyncio.run(look())
     go_on.set()
-    assert first.result(timeout=60).reason is Reason.END
-    with pytest.raises(concurrent.futures.CancelledError):
-        second.result(timeout=60)
-    with pytest.raises(RequestError, match="the model is closed"):
-        model.generate_async("hello")
+    assert len(pending.result(timeout=60).tokens) > 0
+    assert model.generate_async("hello").result(60).text == model.generate("hello").text

@@ -194,9 +194,14 @@ def test_a_folder_generates_what_transformers_generates_from_it(
 
 def test_a_bundle_of_such_a_folder(saved: Callable[[str], Path], tmp_path: Path) -> None:
     settings = {
-        "num_beams": 3, "max_length": 14, "forced_bos_token_id": 33, "renormalize_logits": True,
-        "sequence_bias": [[[20], 2.0], [[20, 22], 4.0]], "begin_suppress_tokens": [21, 22],
-        "exponential_decay_length_penalty": [4, 1.2], "encoder_no_repeat_ngram_size": 2,
+        "num_beams": 3,
+        "max_length": 14,
+        "forced_bos_token_id": 33,
+        "renormalize_logits": True,
+        "sequence_bias": [[[20], 2.0], [[20, 22], 4.0]],
+        "begin_suppress_tokens": [21, 22],
+        "exponential_decay_length_penalty": [4, 1.2],
+        "encoder_no_repeat_ngram_size": 2,
     }
     folder = change(saved("bart"), tmp_path / "folder", Folder({**settings, "guidance_scale": 1.5}))
     arguments = ["onnx", str(folder), "-o", str(tmp_path / "bundle"), "--no-verify"]

@@ -68,7 +68,7 @@ def assert_near_graph(name: str, found: np.ndarray, expected: np.ndarray, exact:
 def test_the_numbers_are_the_same_and_the_padding_stays_zero(exported: Exported, tmp_path: Path) -> None:
     sizes = exported.bundle.manifest.dimensions
     size, padded = sizes.head_size, sizes.padded("float16").head_size
-    wide = write_graphs(exported.folder, tmp_path / "wide", lambda model: pad_heads(model, size, padded))
+    wide = write_graphs(exported.folder, tmp_path / "wide", lambda model: pad_heads(model, "float16"))
     for file, inputs in random_inputs(sizes).items():
         expected = run(exported.folder / file, inputs)
         width = ((0, 0), (0, 0), (0, 0), (0, padded - size))
@@ -94,7 +94,7 @@ def test_inputs_and_outputs_are_those_of_the_table_with_the_wider_heads(exported
     }
     for file, specs in tables.items():
         model = read_graph(exported.folder / file)
-        pad_heads(model, sizes.head_size, wide.head_size)
+        pad_heads(model, "float16")
         for values, table in zip((model.graph.inputs, model.graph.outputs), specs, strict=True):
             found = [(v.name, [a if isinstance(a, int) else str(a.value) for a in v.shape or ()]) for v in values]
             assert found == [(spec.name, [*spec.axes]) for spec in table]
@@ -102,7 +102,7 @@ def test_inputs_and_outputs_are_those_of_the_table_with_the_wider_heads(exported
 
 def test_the_scale_is_that_of_the_size_before(export_configuration: Callable[[str], Exported]) -> None:
     model = read_graph(export_configuration("tied").folder / graph.DECODER_STEP)
-    pad_heads(model, 20, 24)
+    pad_heads(model, "float16")
     scales = [n.attributes["scale"].as_float() for n in model.graph if n.op_type == "Attention"]
     assert scales == near([1 / math.sqrt(20)] * 6)
 
@@ -110,7 +110,7 @@ def test_the_scale_is_that_of_the_size_before(export_configuration: Callable[[st
 def test_no_step_pads_a_cache(export_configuration: Callable[[str], Exported]) -> None:
     """What is read at every step is padded where it is written: a key or value a layer, and every query."""
     model = read_graph(export_configuration("tied").folder / graph.DECODER_STEP)
-    pad_heads(model, 20, 24)
+    pad_heads(model, "float16")
     pads = [node for node in model.graph if node.op_type == "Pad"]
     assert len(pads) == 3 * (2 + 1 + 1)
     for node in pads:
@@ -124,7 +124,7 @@ def test_graphs_in_16_bits_are_padded_alike(export_configuration: Callable[[str]
     for file in (graph.ENCODER, graph.DECODER_STEP):
         model = read_graph(export_configuration("tied").folder / file)
         retype(model, "float16")
-        pad_heads(model, 20, 24)
+        pad_heads(model, "float16")
         for node in model.graph:
             if node.op_type == "Attention":
                 types = {v.dtype for v in (*node.inputs[:3], *node.outputs) if v is not None}
@@ -143,7 +143,7 @@ def test_keys_that_are_cast_before_they_are_read_are_padded_before(
     assert key is not None
     assert (node := key.producer()) is not None
     assert node.op_type == "Cast"
-    pad_heads(model, 20, 24)
+    pad_heads(model, "float16")
     cache = next(value for value in model.graph.inputs if value.name == "self_key_0")
     assert [value.shape[3] for value in (cache, key, node.inputs[0]) if value is not None and value.shape] == [24] * 3
 
@@ -151,7 +151,7 @@ def test_keys_that_are_cast_before_they_are_read_are_padded_before(
 def test_what_needs_no_padding_is_left_alone(export_configuration: Callable[[str], Exported]) -> None:
     model = read_graph(export_configuration("paper").folder / graph.DECODER_STEP)
     before = ir.serde.serialize_model(model).SerializeToString()
-    pad_heads(model, 16, 16)
+    pad_heads(model, "float16")
     assert ir.serde.serialize_model(model).SerializeToString() == before
 
 
@@ -161,4 +161,4 @@ def test_a_query_that_nothing_computes_is_told(export_configuration: Callable[[s
     key = next(value for value in model.graph.inputs if value.name == "cross_key_0")
     attention.replace_input_with(0, key)
     with pytest.raises(ExportError, match="cross_key_0: expected the graph to compute it"):
-        pad_heads(model, 20, 24)
+        pad_heads(model, "float16")

@@ -14,7 +14,7 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 
-from reference_model import load_checkpoint
+from reference_model import TransformerConfig, load_checkpoint
 from reference_model.data import encode_source
 from tests.export.conftest import Exported
 from tests.numerics import assert_close, exact_arrays, log_prob_limit, near
@@ -213,27 +213,37 @@ def best(model: OnnxModel, bundle: Bundle, sources: list[list[int]], batch: int,
 
 
 def test_the_file_is_as_large_as_its_numbers(exported: Exported, bits: Bits, quantized: Path) -> None:
-    config, tables = exported.model.config, []
-    d, ff, vocabulary = config.d_model, config.d_ff, config.target_vocabulary_size
-    heads = config.heads * config.head_size
-    attention = [(d, heads)] * 3 + [(heads, d)]
-    feed_forward = [(d, ff)] * (1 + config.gated_feed_forward) + [(ff, d)]
-    shapes = config.encoder_layers * (attention + feed_forward) + config.decoder_layers * (2 * attention + feed_forward)
-    tables = [4 * vocabulary * d]
+    config = exported.model.config
+    decoder, vocabulary = config.decoder, config.target_vocabulary_size
+    shapes = config.encoder_layers * [*attention(config, config.d_model), *feed_forward(config)]
+    of_decoder = [*attention(decoder, decoder.d_model), *attention(decoder, config.d_model), *feed_forward(decoder)]
+    shapes += config.decoder_layers * of_decoder
+    tables = [4 * vocabulary * decoder.d_model]
     if config.positions != "relative":  # one table of positions if both sides' are the same
-        tables += [4 * d * length for length in {config.max_length, config.max_target_length}]
-        if config.positions == "learned" and config.max_length == config.max_target_length:
+        both = [(config.d_model, config.max_length), (decoder.d_model, config.max_target_length)]
+        tables += [4 * d * length for d, length in {*both}]
+        if config.positions == "learned" and both[0] == both[1]:
             tables.append(tables[-1])
     if not config.share_embeddings:
-        tables.append(4 * config.source_vocabulary_size * d)
+        tables.append(4 * config.source_vocabulary_size * config.d_model)
     sizes = list(tables)
-    for rows, columns in [*shapes, (d, vocabulary)]:
+    for rows, columns in [*shapes, (decoder.d_model, vocabulary)]:
         blocks = -(-rows // block_size(rows, 128))
         sizes += [-(-rows * columns * bits // 8), 4 * blocks * columns]
     external = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes if size >= EXTERNAL_FROM_BYTES)
     found = (quantized / "weights.bin").stat().st_size
-    vectors = 40 * ALIGNMENT if max(d, ff, vocabulary) * 4 < EXTERNAL_FROM_BYTES else 8 * vocabulary
+    widest = max(config.d_model, decoder.d_model, config.d_ff, decoder.d_ff, vocabulary)
+    vectors = 40 * ALIGNMENT if widest * 4 < EXTERNAL_FROM_BYTES else 8 * vocabulary
     assert external - ALIGNMENT < found <= external + vectors
+
+
+def attention(config: TransformerConfig, memory: int) -> list[tuple[int, int]]:
+    inner = config.heads * config.head_size
+    return [(config.d_model, inner), (memory, inner), (memory, inner), (inner, config.d_model)]
+
+
+def feed_forward(config: TransformerConfig) -> list[tuple[int, int]]:
+    return [(config.d_model, config.d_ff)] * (1 + config.gated_feed_forward) + [(config.d_ff, config.d_model)]
 
 
 def test_skipped_layers_stay_and_the_bytes_are_always_the_same(exported: Exported, tmp_path: Path) -> None:

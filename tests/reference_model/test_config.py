@@ -53,6 +53,11 @@ def test_an_unknown_preset_is_told_the_known_ones() -> None:
         ({"positions": "relative", "relative_max_distance": 16}, "more than relative_buckets / 2, found 16 and 32"),
         ({"layer_norm_epsilon": 0.0}, "layer_norm_epsilon must be positive"),
         ({"share_embeddings": True}, "vocabularies of one size, found 10 and 12"),
+        ({"share_embeddings": True, "decoder_d_model": 64}, "stacks of one d_model, found 512 and 64"),
+        ({"decoder_heads": -1}, "decoder_heads must be at least 0, found -1"),
+        ({"decoder_heads": 7}, "the decoder's d_model must be a multiple of heads, found 512 and 7"),
+        ({"decoder_d_model": 36}, "the decoder's d_model must be a multiple of heads, found 36 and 8"),
+        ({"decoder_d_model": 9, "decoder_heads": 3}, "the decoder's d_model must be even"),
     ],
 )
 def test_what_does_not_fit_is_refused(fields: dict[str, Any], problem: str) -> None:
@@ -79,3 +84,13 @@ def test_heads_and_the_longest_target_may_be_of_their_own() -> None:
     )
     assert (config.head_size, config.max_target_length) == (7, 512)
     assert replace(config, longest_target=9).max_target_length == 9
+
+
+def test_the_decoders_sizes_are_the_encoders_unless_they_are_given() -> None:
+    config = TransformerConfig(**SIZES, d_model=12, heads=3, d_ff=5)
+    assert config.decoder == config
+    config = replace(config, decoder_heads=2)
+    assert (config.head_size, config.decoder.d_model, config.decoder.heads, config.decoder.head_size) == (4, 12, 2, 6)
+    config = replace(config, d_head=9, decoder_d_model=10, decoder_d_ff=7)
+    assert (config.decoder.d_model, config.decoder.head_size, config.decoder.d_ff, config.d_ff) == (10, 9, 7, 5)
+    assert replace(config, decoder_d_head=1).decoder.head_size == 1

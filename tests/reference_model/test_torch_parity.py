@@ -15,20 +15,36 @@ from tests.numerics import assert_close, exactly
 
 def torch_stacks(config: TransformerConfig) -> nn.Transformer:
     """PyTorch's own encoder and decoder of this configuration, untrained."""
-    sizes = {"d_model": config.d_model, "nhead": config.heads, "dim_feedforward": config.d_ff, "dropout": 0.0}
+    sizes, own = (
+        {"d_model": stack.d_model, "nhead": stack.heads, "dim_feedforward": stack.d_ff, "dropout": 0.0}
+        for stack in (config, config.decoder)
+    )
     kinds = {"activation": config.activation, "norm_first": config.norm_first, "batch_first": True}
-    norms = [nn.LayerNorm(config.d_model) if config.final_norm else None for _ in range(2)]
+    widths = (config.d_model, config.decoder.d_model)
+    norms = [nn.LayerNorm(width) if config.final_norm else None for width in widths]
     encoder = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(**sizes, **kinds),  # type: ignore[arg-type]
         config.encoder_layers,
         norms[0],
         enable_nested_tensor=False,
     )
-    decoder_layer = nn.TransformerDecoderLayer(**sizes, **kinds)  # type: ignore[arg-type]
+    decoder_layer = nn.TransformerDecoderLayer(**own, **kinds)  # type: ignore[arg-type]
+    if widths[0] != widths[1]:
+        decoder_layer.multihead_attn = nn.MultiheadAttention(
+            widths[1], config.decoder.heads, kdim=widths[0], vdim=widths[0], batch_first=True
+        )
     decoder = nn.TransformerDecoder(decoder_layer, config.decoder_layers, norms[1])
     return nn.Transformer(
         config.d_model, config.heads, custom_encoder=encoder, custom_decoder=decoder, batch_first=True
     )
+
+
+def input_projections(theirs: nn.MultiheadAttention, ours: MultiHeadAttention) -> list[tuple[Tensor, Tensor]]:
+    """Theirs, which are one unless keys are made of another width, with ours."""
+    parts = [ours.W_q.weight, ours.W_k.weight, ours.W_v.weight]
+    if theirs.in_proj_weight is not None:
+        return [(theirs.in_proj_weight, torch.cat(parts))]
+    return [*zip((theirs.q_proj_weight, theirs.k_proj_weight, theirs.v_proj_weight), parts, strict=True)]
 
 
 @torch.no_grad()
@@ -41,7 +57,8 @@ def load(stacks: nn.Transformer, model: Transformer) -> None:
         untouched.discard(id(theirs))
 
     def attention(theirs: nn.MultiheadAttention, ours: MultiHeadAttention) -> None:
-        put(theirs.in_proj_weight, torch.cat([ours.W_q.weight, ours.W_k.weight, ours.W_v.weight]))
+        for theirs_weight, weight in input_projections(theirs, ours):
+            put(theirs_weight, weight)
         put(theirs.in_proj_bias, torch.cat([ours.W_q.bias, ours.W_k.bias, ours.W_v.bias]))
         put(theirs.out_proj.weight, ours.W_o.weight)
         put(theirs.out_proj.bias, ours.W_o.bias)
@@ -78,9 +95,9 @@ def torch_logits(
     target_mask: Tensor,
 ) -> Tensor:
     """What PyTorch's stacks make of the model's embeddings and projection."""
-    m = model.config.d_model
 
     def embed(weight: Tensor, ids: Tensor) -> Tensor:
+        m = weight.size(1)
         angles = [
             [position / 10000 ** (2 * (i // 2) / m) + (i % 2) * math.pi / 2 for i in range(m)]  # cos x = sin(x + pi/2)
             for position in range(ids.size(1))
@@ -88,11 +105,12 @@ def torch_logits(
         table = torch.tensor(angles, dtype=torch.double).sin().float()
         return weight[ids] * m**0.5 + table.to(weight.dtype)
 
-    hidden = stacks(
-        embed(model.source_embedding.weight, source_ids),
+    # One after the other: nn.Transformer asks for inputs of one width.
+    memory = stacks.encoder(embed(model.source_embedding.weight, source_ids), src_key_padding_mask=~source_mask)
+    hidden = stacks.decoder(
         embed(model.target_embedding.weight, target_ids),
+        memory,
         tgt_mask=torch.ones(target_ids.size(1), target_ids.size(1), dtype=torch.bool).triu(1),
-        src_key_padding_mask=~source_mask,
         tgt_key_padding_mask=~target_mask,
         memory_key_padding_mask=~source_mask,
     )
@@ -103,6 +121,10 @@ def mask_of(lengths: list[int]) -> Tensor:
     return torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
 
 
+UNEQUAL = {"d_model": 30, "heads": 5, "d_ff": 17, "decoder_heads": 3, "decoder_d_ff": 41}
+
+
+@pytest.mark.parametrize("sizes", [{}, UNEQUAL, {**UNEQUAL, "decoder_d_model": 42}], ids=["equal", "unequal", "wide"])
 @pytest.mark.parametrize("final_norm", [False, True], ids=["no final norm", "final norm"])
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
@@ -111,19 +133,25 @@ def mask_of(lengths: list[int]) -> Tensor:
 )
 @torch.no_grad()
 def test_logits_are_torchs(
-    source_lengths: list[int], target_lengths: list[int], activation: str, *, norm_first: bool, final_norm: bool
+    source_lengths: list[int],
+    target_lengths: list[int],
+    activation: str,
+    sizes: dict[str, int],
+    *,
+    norm_first: bool,
+    final_norm: bool,
 ) -> None:
-    config = TransformerConfig.preset(
-        "tiny",
-        source_vocabulary_size=17,
-        target_vocabulary_size=23,
-        encoder_layers=2,
-        decoder_layers=3,
-        activation=activation,
-        norm_first=norm_first,
-        final_norm=final_norm,
-        max_length=16,
-    )
+    common = {
+        "source_vocabulary_size": 17,
+        "target_vocabulary_size": 23,
+        "encoder_layers": 2,
+        "decoder_layers": 3,
+        "activation": activation,
+        "norm_first": norm_first,
+        "final_norm": final_norm,
+        "max_length": 16,
+    }
+    config = TransformerConfig.preset("tiny", **common, **sizes)
     model = Transformer(config).eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:

@@ -267,7 +267,7 @@ def test_too_small_a_workspace_fails_with_what_tensorrt_says(bundle: Bundle) -> 
 def test_graphs_that_decode_otherwise_leave_no_engine(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass that gets a scale wrong: every layer has its type and its size, and only decoding can tell."""
 
-    def wrong(model: ir.Model, head_size: int, padded: int) -> None:  # noqa: ARG001 (as the pass has them)
+    def wrong(model: ir.Model, float_type: str) -> None:  # noqa: ARG001 (as the pass has it)
         for node in model.graph:
             if node.op_type == "Attention":
                 node.attributes["scale"] = ir.AttrFloat32("scale", 0.01)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tfm_export.bundle import GenerationDefaults, SpecialIds
 from tfm_export.checkpoints.adapter import Adapter, AdapterConfig
+from tfm_export.checkpoints.answers import answered
 from tfm_export.checkpoints.files import read_contents
-from tfm_export.checkpoints.partial import DECODING, SPECIAL_IDS, value_problems
+from tfm_export.checkpoints.partial import DECODING, GIVEN, SPECIAL_IDS, Fact, value_problems
 from tfm_export.checkpoints.settings import SETTINGS, check_settings, how_to_say
 from tfm_export.checkpoints.source_model import SourceModel
 from tfm_export.checkpoints.vocabularies import given_vocabulary
@@ -71,14 +72,16 @@ def read_adapter(path: str | Path, factory: Factory, settings: Mapping[str, Any]
     if not adapter.has_decode:
         notes.append("the adapter has no decode of its own: the graphs were held to its decode_step in PyTorch")
     config: Any = adapter.config
+    tokenizer, said = given_vocabulary(path, given, config, "lines")
     return SourceModel(
         path=path,
         model=adapter,
         special_ids=SpecialIds(**{"source_ends_with_eos": False, **_chosen(given, *SPECIAL_IDS)}),
         generation=GenerationDefaults(max_length=config.max_target_length, **_chosen(given, *DECODING)),
-        tokenizer=given_vocabulary(path, given, config, "lines"),
+        tokenizer=tokenizer,
         settings=given,
-        notes=notes,
+        notes=[*notes, *said],
+        answers=answered({name: Fact(given[name], GIVEN) for name in SPECIAL_IDS if name in given}, given, GIVEN),
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tfm_export.errors import CheckpointError
+from tfm_export.quotation import quote
 
 KeysValues = Sequence[tuple[Tensor, Tensor]]
 
@@ -45,7 +46,9 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        wrong = [f"{name} must be a positive integer, found {n!r}" for name, n in values.items() if not _positive(n)]
+        wrong = [
+            f"{name} must be a positive integer, found {quote(n)}" for name, n in values.items() if not _positive(n)
+        ]
         if wrong:
             raise ValueError("; ".join(wrong))
 

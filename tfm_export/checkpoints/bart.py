@@ -14,8 +14,10 @@ from tfm_export.checkpoints.partial import PartialCheckpoint, find_prefix, same,
 from tfm_export.checkpoints.position_tables import place_tables
 from tfm_export.checkpoints.sinusoids import by_half, by_half_of_tensor2tensor
 from tfm_export.checkpoints.wrapping import Weights
+from tfm_export.quotation import quote
 
 SIGNATURE = "encoder.layers.0.self_attn.q_proj.weight"
+STACKS = ("encoder", "decoder")
 SHAPES, CONFIG = "the shapes", "config.json"
 ACTIVATIONS = {
     "relu": "relu",
@@ -89,8 +91,8 @@ def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> P
 def _tell(found: PartialCheckpoint, config: Mapping[str, Any], family: Family) -> None:
     keys = found.keys
     found.infer("d_model", keys.size(SIGNATURE, 1), SHAPES)
-    found.infer("d_ff", keys.size("encoder.layers.0.fc1.weight", 0), SHAPES)
-    for stack in ("encoder", "decoder"):
+    found.infer_each("d_ff", [keys.size(f"{stack}.layers.0.fc1.weight", 0) for stack in STACKS], SHAPES)
+    for stack in STACKS:
         found.infer(f"{stack}_layers", found.count_layers(f"{stack}.layers.{{}}.self_attn.q_proj.weight"), SHAPES)
     layout = "the family"
     found.know("norm_first", family.norm_first, layout)
@@ -99,13 +101,7 @@ def _tell(found: PartialCheckpoint, config: Mapping[str, Any], family: Family) -
     found.know("layer_norm_epsilon", 1e-5, layout)
     found.know("scale_embeddings", config.get("scale_embedding", family.scale_embedding), CONFIG)
     know_activation(found, config.get("activation_function", family.activation))
-    heads = {config.get(f"{stack}_attention_heads") for stack in ("encoder", "decoder")}
-    if len(heads) > 1:
-        found.problems.append(f"expected as many heads in both stacks, {CONFIG} says {', '.join(map(str, heads))}")
-    elif None in heads:
-        found.ask("heads", f"{CONFIG} does not say; d_model is {found.value('d_model')}")
-    else:
-        found.know("heads", heads.pop(), CONFIG)
+    found.know_heads([config.get(f"{stack}_attention_heads") for stack in STACKS], CONFIG)
 
 
 def know_activation(found: PartialCheckpoint, theirs: str) -> None:
@@ -113,7 +109,7 @@ def know_activation(found: PartialCheckpoint, theirs: str) -> None:
     if theirs in ACTIVATIONS:
         found.know("activation", ACTIVATIONS[theirs], CONFIG)
     else:
-        found.problems.append(f"activation {theirs!r} is not known; known are {', '.join(ACTIVATIONS)}")
+        found.problems.append(f"activation {quote(theirs)} is not known; known are {', '.join(ACTIVATIONS)}")
 
 
 def _tables(found: PartialCheckpoint, config: Mapping[str, Any]) -> tuple[dict[str, str], str]:

@@ -11,15 +11,18 @@ from typing import Any
 
 from torch import Tensor
 
+from tfm_export.checkpoints.bart import STACKS
 from tfm_export.checkpoints.files import Contents, read_json
 from tfm_export.checkpoints.key_map import KeyMap
 from tfm_export.checkpoints.opennmt import BLANK, END, START, UNKNOWN, place_layer, tell_vocabularies
 from tfm_export.checkpoints.partial import PartialCheckpoint, same
 from tfm_export.checkpoints.position_tables import DEFAULT_LENGTH, place_tables
 from tfm_export.checkpoints.wrapping import Weights
+from tfm_export.quotation import quote
 
 FORMAT = "an Eole Transformer"
-SIGNATURE = "encoder.transformer_layers.0.self_attn.linear_query.weight"
+QUERY = "transformer_layers.0.self_attn.linear_query.weight"
+SIGNATURE = f"encoder.{QUERY}"
 VOCABULARY = "vocab.json"
 SHAPES, OPTIONS = "the shapes", "config.json"
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu-tanh": "gelu_tanh", "silu": "silu"}
@@ -85,7 +88,7 @@ def _dictionary(value: Any) -> dict[str, Any]:
 
 def _unsupported(options: Mapping[str, Any], plain: Mapping[str, tuple[Any, ...]]) -> list[str]:
     return [
-        f"{name} is {options[name]!r}, which is not supported"
+        f"{name} is {quote(options[name])}, which is not supported"
         for name, values in plain.items()
         if options.get(name) is not None and options[name] not in values
     ]
@@ -94,8 +97,9 @@ def _unsupported(options: Mapping[str, Any], plain: Mapping[str, tuple[Any, ...]
 def _sizes(found: PartialCheckpoint) -> None:
     keys = found.keys
     found.infer("d_model", keys.size(SIGNATURE, 1), SHAPES)
-    found.infer("d_ff", keys.size("encoder.transformer_layers.0.mlp.gate_up_proj.weight", 0), SHAPES)
-    for stack in ("encoder", "decoder"):
+    expand = "transformer_layers.0.mlp.gate_up_proj.weight"
+    found.infer_each("d_ff", [keys.size(f"{stack}.{expand}", 0) for stack in STACKS], SHAPES)
+    for stack in STACKS:
         pattern = f"{stack}.transformer_layers.{{}}.self_attn.linear_query.weight"
         found.infer(f"{stack}_layers", found.count_layers(pattern), SHAPES)
     tables = {side: keys.tensors.get(f"{short}_emb.embeddings.weight") for side, short in SIDES.items()}
@@ -118,30 +122,30 @@ def _tell(found: PartialCheckpoint, stacks: Mapping[str, Mapping[str, Any]], emb
     found.know("final_norm", True, "the layout")
     options = stacks["encoder"]
     both = {
-        "heads": 8,
-        "head_dim": None,
         "norm_eps": 1e-5,
         "layer_norm": "standard",
         "mlp_activation_fn": "relu",
-        "transformer_ff": 2048,
     }
     for name, default in both.items():
         first, second = (stack.get(name, default) for stack in stacks.values())
         if first != second:
-            found.problems.append(f"{name} is {first!r} in the encoder and {second!r} in the decoder")
-    heads = options.get("heads", 8)
-    found.know("heads", heads, OPTIONS)
+            found.problems.append(f"{name} is {quote(first)} in the encoder and {quote(second)} in the decoder")
+    heads = [values.get("heads", 8) for values in stacks.values()]
+    found.know_heads(heads, OPTIONS)
     for stack, values in stacks.items():
         if values.get("heads_kv") not in {None, values.get("heads", 8)}:
-            found.problems.append(f"heads_kv is {values['heads_kv']!r} in the {stack}, which is not supported")
-    width = found.keys.size(SIGNATURE, 0)
-    if isinstance(heads, int) and heads > 0 and width % heads == 0 and width != found.value("d_model"):
-        found.infer("d_head", width // heads, SHAPES)
+            found.problems.append(f"heads_kv is {quote(values['heads_kv'])} in the {stack}, which is not supported")
+    widths = [found.keys.size(f"{stack}.{QUERY}", 0) for stack in STACKS]
+    if any(width != found.value("d_model") for width in widths) and all(
+        isinstance(count, int) and count > 0 and width % count == 0 for width, count in zip(widths, heads, strict=True)
+    ):
+        sizes = [width // count for width, count in zip(widths, heads, strict=True)]
+        found.infer_each("d_head", sizes, SHAPES)
     found.know("layer_norm_epsilon", options.get("norm_eps", 1e-5), OPTIONS)
     for name, known in (("layer_norm", NORMS), ("mlp_activation_fn", ACTIVATIONS)):
         value = str(options.get(name, both[name])).removeprefix("gated-")
         if value not in known:
-            found.problems.append(f"{name} {value!r} is not known; known are {', '.join(known)}")
+            found.problems.append(f"{name} {quote(value)} is not known; known are {', '.join(known)}")
         found.know(
             {"layer_norm": "norm"}.get(name, "activation"),
             known.get(value, "layer" if known is NORMS else "relu"),

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tfm_export.checkpoints.bart import find_tables, place_stack
+from tfm_export.checkpoints.bart import STACKS, find_tables, place_stack
 from tfm_export.checkpoints.files import Contents
 from tfm_export.checkpoints.key_map import KeyMap, rows
 from tfm_export.checkpoints.partial import PartialCheckpoint, find_prefix, without_prefix
 from tfm_export.checkpoints.position_tables import place_tables
 from tfm_export.checkpoints.sinusoids import by_half_of_tensor2tensor
 from tfm_export.checkpoints.wrapping import Weights
+from tfm_export.quotation import quote
 
 FORMAT = "a fairseq Transformer"
 SIGNATURE = "encoder.layers.0.self_attn.q_proj.weight"
@@ -28,6 +29,7 @@ MARKS = ("encoder.version", "encoder.embed_positions._float_tensor", "decoder.em
 COPIES = tuple(
     f"encoder.layers.*.{part}_{kind}" for part in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")
 )
+PROJECTIONS = ("project_in_dim", "project_out_dim")
 # What would make it another model, each with the value at which it does not.
 UNSUPPORTED = {
     "no_token_positional_embeddings": False,
@@ -51,10 +53,15 @@ def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> P
     tensors, notes = without_prefix(weights.tensors, prefix)
     found = PartialCheckpoint(contents.path, FORMAT, KeyMap(tensors), settings, notes=notes, dictionary="fairseq")
     found.problems += [
-        f"{name} is {arguments[name]!r}, which is not supported"
+        f"{name} is {quote(arguments[name])}, which is not supported"
         for name, plain in UNSUPPORTED.items()
         if arguments.get(name, plain) not in (plain, None, "")
     ]
+    if others := [name for name in PROJECTIONS if f"decoder.{name}.weight" in tensors]:
+        found.problems.append(
+            f"decoder_input_dim or decoder_output_dim is not decoder_embed_dim ({', '.join(others)}), "
+            "which is not supported"
+        )
     _sizes(found)
     _tell(found, arguments)
     own = {side: f"{stack}.embed_tokens.weight" for side, stack in (("source", "encoder"), ("target", "decoder"))}
@@ -84,9 +91,10 @@ def _arguments(state: Any) -> dict[str, Any]:
 
 def _sizes(found: PartialCheckpoint) -> None:
     keys = found.keys
-    found.infer("d_model", keys.size(SIGNATURE, 1), SHAPES)
-    found.infer("d_ff", keys.size("encoder.layers.0.fc1.weight", 0), SHAPES)
-    for stack in ("encoder", "decoder"):
+    widths = {"d_model": ("self_attn.q_proj", 1), "d_ff": ("fc1", 0)}
+    for size, (name, axis) in widths.items():
+        found.infer_each(size, [keys.size(f"{stack}.layers.0.{name}.weight", axis) for stack in STACKS], SHAPES)
+    for stack in STACKS:
         found.infer(f"{stack}_layers", found.count_layers(f"{stack}.layers.{{}}.self_attn.q_proj.weight"), SHAPES)
     pre_norm = "encoder.layer_norm.weight" in keys or "decoder.layer_norm.weight" in keys
     found.infer("norm_first", pre_norm, "its names")
@@ -101,13 +109,10 @@ def _tell(found: PartialCheckpoint, arguments: Mapping[str, Any]) -> None:
         found.ask("activation", "fairseq's default is relu")
         found.ask("scale_embeddings", "fairseq's default is true")
     else:
-        heads = {arguments.get(f"{stack}_attention_heads", 8) for stack in ("encoder", "decoder")}
-        if len(heads) > 1:
-            found.problems.append(f"expected as many heads in both stacks, found {', '.join(map(str, heads))}")
-        found.know("heads", heads.pop(), ARGUMENTS)
+        found.know_heads([arguments.get(f"{stack}_attention_heads", 8) for stack in STACKS], ARGUMENTS)
         activation = str(arguments.get("activation_fn", "relu"))
         if activation not in ACTIVATIONS:
-            found.problems.append(f"activation_fn {activation!r} is not known; known are {', '.join(ACTIVATIONS)}")
+            found.problems.append(f"activation_fn {quote(activation)} is not known; known are {', '.join(ACTIVATIONS)}")
         found.know("activation", ACTIVATIONS.get(activation, "relu"), ARGUMENTS)
         found.know("scale_embeddings", not arguments.get("no_scale_embedding", False), ARGUMENTS)
     for name, value in {"pad": PAD, "bos": 2, "eos": 2, "unk": 3, "source_ends_with_eos": True}.items():
@@ -128,7 +133,10 @@ def _place_positions(found: PartialCheckpoint, arguments: Mapping[str, Any]) -> 
             continue
         asked = found.settings.get("max_length" if side == "source" else "longest_target")
         lengths[side] = asked or int(arguments.get(f"max_{side}_positions") or LONGEST)
-        keys.put_tensor(target, by_half_of_tensor2tensor(first + lengths[side], found.value("d_model"))[first:])
+        width = found.value("d_model")
+        if side == "target":
+            width = found.value("decoder_d_model", width)
+        keys.put_tensor(target, by_half_of_tensor2tensor(first + lengths[side], width)[first:])
         keys.ignore([f"{stack}.embed_positions.weights"], "computed anew: sinusoids")
     found.know("max_length", lengths["source"], ARGUMENTS)
     found.know("longest_target", lengths["target"], ARGUMENTS)

@@ -5,10 +5,12 @@ A container is told by its first bytes, never by the name of the file.
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import re
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tfm_export.checkpoints.pickles import load_pickle
+from tfm_export.checkpoints.pickles import load_pickle, out_of_memory
 from tfm_export.errors import CheckpointError
+from tfm_export.json_text import parse_json, unique
+from tfm_export.quotation import quote, shorten
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -33,6 +37,12 @@ WEIGHT_FILES = (
     "model.00.safetensors",  # Eole's first; others follow with 01, 02 ...
 )
 MOST_JSON_BYTES = 64_000_000
+# Version 3 of numpy's format differs from 2 only in how names of fields are written.
+READ_HEADER = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+    (3, 0): np.lib.format.read_array_header_2_0,
+}
 MOST_COMPRESSION = 20  # what an array may unpack to, in times of its size: trained weights hardly compress
 
 
@@ -90,8 +100,8 @@ def read_file(path: Path) -> Any:
     Raises:
         CheckpointError: there is no such file, it is damaged or something else, or it wants code to be executed.
     """
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist", "check the path")
+    if not os.path.isfile(path):  # a name from an index may be none that a disk can have
+        raise CheckpointError(f"{shorten(str(path), 400)} does not exist", "check the path")
     if path.stat().st_size == 0:
         raise CheckpointError(f"{path} is empty", "copy it again")
     with open(path, "rb") as file:
@@ -114,8 +124,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MOST_JSON_BYTES:
             raise CheckpointError(f"{path} has more than {MOST_JSON_BYTES:,} bytes: refused")
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as problem:
+        value = parse_json(path.read_bytes(), object_pairs_hook=unique)
+    except ValueError as problem:
         raise CheckpointError(f"{path} is not JSON: {problem}", 'expected an object such as {"heads": 8}') from None
     except OSError as problem:
         raise CheckpointError(f"{path} cannot be read: {problem.strerror}", "check the path") from problem
@@ -124,38 +134,27 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON in which every name occurs once.
-
-    Raises:
-        ValueError: one occurs twice, and which of both is meant nobody can tell.
-    """
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in found if names.count(name) > 1} if len(names) < 10_000 else ())
-        raise ValueError(f"it names {', '.join(twice) or 'something'} several times")
-    return found
-
-
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         _check_header(path)
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dictionary)
+    except MemoryError as problem:
+        raise out_of_memory(path) from problem
     except (SafetensorError, ValueError, TypeError, OSError, RuntimeError) as problem:
         raise CheckpointError(
-            f"{path} is not a file of safetensors, or is damaged: {problem}",
+            f"{path} is not a file of safetensors, or is damaged: {shorten(str(problem), 400)}",
             "copy it again and compare its size and hash with the original's",
         ) from problem
 
 
 def _check_header(path: Path) -> None:
-    """Make sure that no tensor is there twice: the library would take the last."""
+    """Make sure that the header is as large as it says, and no tensor there twice: the library would take the last."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        if size <= MOST_JSON_BYTES:
-            json.loads(file.read(size), object_pairs_hook=unique)
+        if size > min(MOST_JSON_BYTES, path.stat().st_size):
+            raise ValueError(f"its header should have {size:,} bytes, and the file has {path.stat().st_size:,}")
+        parse_json(file.read(size), object_pairs_hook=unique)
 
 
 def _read_shards(path: Path) -> dict[str, Tensor]:
@@ -169,15 +168,15 @@ def _read_shards(path: Path) -> dict[str, Tensor]:
     problems = []
     for name in dict.fromkeys(index.values()):
         if Path(name).name != name:
-            problems.append(f"{path} names {name}, which is not beside it")
+            problems.append(f"{path} names {shorten(name)}, which is not beside it")
             continue
         shard = read_file(path.parent / name) if not _is_json(path.parent / name) else None
         if not isinstance(shard, dict):
-            problems.append(f"{path.parent / name} does not hold tensors by name")
+            problems.append(f"{path.parent / shorten(name)} does not hold tensors by name")
             continue
-        problems += [f"{key} stands in several shards" for key in shard if key in tensors]
+        problems += [f"{shorten(key)} stands in several shards" for key in shard if key in tensors]
         tensors |= shard
-    problems += [f"{key} is in the index and in no shard" for key in index if key not in tensors]
+    problems += [f"{shorten(key)} is in the index and in no shard" for key in index if key not in tensors]
     if problems:
         raise CheckpointError(problems, "copy the whole folder again")
     return tensors
@@ -185,7 +184,7 @@ def _read_shards(path: Path) -> dict[str, Tensor]:
 
 def _is_json(path: Path) -> bool:
     """Whether a shard is another index, maybe this one."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
         return file.read(16).lstrip().startswith(b"{")
@@ -197,7 +196,7 @@ def _read_numbered(files: Mapping[str, Path]) -> dict[str, Tensor]:
     problems = []
     for name in (name for name in files if re.fullmatch(r"model\.\d\d\.safetensors", name)):
         shard = _read_safetensors(files[name])
-        problems += [f"{key} stands in several shards" for key in shard if key in tensors]
+        problems += [f"{shorten(key)} stands in several shards" for key in shard if key in tensors]
         tensors |= shard
     if problems:
         raise CheckpointError(problems, "copy the whole folder again")
@@ -208,7 +207,7 @@ def _holds_arrays(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except zipfile.BadZipFile:
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError):
         return False  # for the reader of pickles to refuse
     return bool(names) and all(name.endswith(".npy") for name in names)
 
@@ -220,26 +219,44 @@ def _read_arrays(path: Path) -> dict[str, Tensor]:
             names = archive.namelist()
             if len({*names}) < len(names):
                 raise CheckpointError(f"{path} has several arrays of one name: refused", "save it again")
+            if sum(entry.compress_size for entry in archive.infolist()) > path.stat().st_size:
+                raise CheckpointError(f"{path} has arrays that are larger than itself: refused", "copy it again")
             for entry in archive.infolist():
                 _check_array(archive, entry)
                 if entry.file_size > MOST_COMPRESSION * max(entry.compress_size, 1) + 1000:
-                    raise CheckpointError(f"{path}: {entry.filename} unpacks to {entry.file_size:,} bytes: refused")
+                    raise CheckpointError(
+                        f"{path}: {shorten(entry.filename)} unpacks to {entry.file_size:,} bytes: refused"
+                    )
         with np.load(path, allow_pickle=False) as arrays:
             return {name: torch.from_numpy(np.array(arrays[name])) for name in arrays.files}
-    except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile) as problem:
+    except MemoryError as problem:
+        raise out_of_memory(path) from problem
+    # numpy, zipfile and zlib raise whatever they stumble over in a damaged file.
+    except (
+        ValueError,
+        TypeError,
+        SyntaxError,
+        LookupError,
+        OSError,
+        EOFError,
+        RuntimeError,
+        zlib.error,
+        zipfile.BadZipFile,
+        tokenize.TokenError,
+    ) as problem:
         raise CheckpointError(
-            f"{path} is not an archive of plain numpy arrays, or is damaged: {problem}",
+            f"{path} is not an archive of plain numpy arrays, or is damaged: {shorten(str(problem), 400)}",
             "copy it again and compare its size and hash with the original's",
         ) from problem
 
 
 def _check_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
     """Make sure that an array is as large as its header says, before memory is asked for."""
+    name = shorten(entry.filename)
     with archive.open(entry) as file:
         version = np.lib.format.read_magic(file)
-        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        if version not in read_header:
-            return  # for numpy to refuse
-        shape, _, kind = read_header[version](file)
-        if math.prod(shape) * kind.itemsize > entry.file_size and not kind.hasobject:
-            raise ValueError(f"{entry.filename} should have the shape {list(shape)}, and has {entry.file_size:,} bytes")
+        if version not in READ_HEADER:
+            raise ValueError(f"{name} is of version {version} of numpy's format")
+        shape, _, kind = READ_HEADER[version](file)
+    if math.prod(shape) * kind.itemsize > entry.file_size and not kind.hasobject:
+        raise ValueError(f"{name} should have the shape {quote(list(shape))}, and has {entry.file_size:,} bytes")

@@ -11,6 +11,7 @@ from tfm_export.checkpoints.generation import GenerationSettings, apply_generati
 from tfm_export.checkpoints.partial import PartialCheckpoint
 from tfm_export.checkpoints.wrapping import Weights
 from tfm_export.errors import CheckpointError
+from tfm_export.quotation import quote
 
 FAMILIES: dict[str, Callable[[Contents, Weights, Mapping[str, Any]], PartialCheckpoint]] = {
     **dict.fromkeys(bart.FAMILIES, bart.read),
@@ -22,7 +23,8 @@ MISSING = {"bos": "transformers refuses", "eos": "lets transformers end no targe
 # What settings must be where they are not null; others are checked where they are used.
 WHOLE = (
     "encoder_attention_heads", "decoder_attention_heads", "max_position_embeddings", "n_positions", "max_length",
-    "max_new_tokens", "min_length", "min_new_tokens", "pad_token_id", "decoder_start_token_id", "num_beams",
+    "max_new_tokens", "min_length", "min_new_tokens", "pad_token_id", "decoder_start_token_id", "bos_token_id",
+    "num_beams",
     "forced_bos_token_id", "relative_attention_max_distance", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
     "top_k",
 )  # fmt: skip
@@ -60,7 +62,7 @@ def _check_types(contents: Contents) -> None:
                 (TEXTS, isinstance(value, str), "a text"),
             ):
                 if name in names and value is not None and not fits:
-                    problems.append(f"{contents.path}: {file} has {name} {value!r}, expected {expected}")
+                    problems.append(f"{contents.path}: {file} has {name} {quote(value)}, expected {expected}")
     if problems:
         raise CheckpointError(problems, "correct it")
 
@@ -77,7 +79,7 @@ def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> P
     _check_types(contents)
     if family not in FAMILIES:
         raise CheckpointError(
-            f"{contents.path} has model_type {family!r}; known are {', '.join(FAMILIES)}",
+            f"{contents.path} has model_type {quote(family)}; known are {', '.join(FAMILIES)}",
             "write an adapter for it (examples/custom_model), or load the weights into a reference_model.Transformer "
             "and save that with reference_model.save_checkpoint",
         )
@@ -95,7 +97,8 @@ def _special_ids(found: PartialCheckpoint, contents: Contents, generation: Gener
         value, origin = special_id(generation, contents, theirs)
         if name in MISSING.keys() - found.settings.keys() and value is not None and origin != generation.origin:
             found.notes.append(
-                f"{generation.origin} has no {theirs}, which {MISSING[name]}: the bundle takes {CONFIG}'s {value!r}"
+                f"{generation.origin} has no {theirs}, which {MISSING[name]}: "
+                f"the bundle takes {CONFIG}'s {quote(value)}"
             )
         if isinstance(value, list) and value:
             found.options["end_token"] = value

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,11 +17,16 @@ from torch import Tensor
 from reference_model import Transformer, TransformerConfig
 from reference_model.model import PositionalEncoding, sinusoid_table
 from tfm_export.errors import CheckpointError
+from tfm_export.quotation import shorten, shorten_all
 
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # A configuration may ask for a position table of any size, which is not in the file: 2^20 rows are beyond any use.
 MOST_POSITIONS = 2**20
 MISSING = torch.empty(0)  # stands for a weight that the file does not have
+# Counters, tables of numbers 0, 1, 2 ..., masks and what training measures: kept beside weights, and none of them.
+NOT_LEARNED = re.compile(
+    r"(^|[._])(num_batches_tracked|position_ids|n_averaged|(\w*_)?mask|exp_avg(_sq)?|total|count)$"
+)
 MOST_NAMED = 40  # problems of one kind in a message
 
 
@@ -83,7 +89,7 @@ class KeyMap:
         names = [targets] if isinstance(targets, str) else targets
         tensor = self.tensors.get(key)
         if tensor is None:
-            self.problems.append(f"missing: {key}, for {', '.join(names)}")
+            self.problems.append(f"missing: {shorten(key)}, for {', '.join(names)}")
             self.placed |= dict.fromkeys(names, MISSING)  # told once is enough
             return None
         if key in self.used and change is None:
@@ -156,13 +162,27 @@ class KeyMap:
                 if n not in expected
             ]
         )
-        problems += _cut([f"unexpected: {key} {list(self.tensors[key].shape)}" for key in self.unused()])
+        problems += _cut(
+            [f"unexpected: {shorten(key)} {list(self.tensors[key].shape)}{self._advice(key)}" for key in self.unused()]
+        )
         checked: set[int] = set()
         for name, weight in self.placed.items():
             if name in expected and weight is not MISSING and (wrong := _problem_of(weight, expected[name], checked)):
                 place = f"{self.origins[name]}, for {name}" if name in self.origins else name
                 problems.append(f"{place}: {wrong}")
         return problems
+
+    def _advice(self, key: str) -> str:
+        """How to leave out a weight that may be none of the model's: nothing shares the first part of its name."""
+        first, _, rest = key.partition(".")
+        parts = {used.split(".", maxsplit=1)[0] for used in self.used}
+        if NOT_LEARNED.search(key):
+            pattern = f"*{key.rsplit('.', maxsplit=1)[-1]}"
+        elif first not in parts:
+            pattern = f"{first}.*" if rest else first
+        else:
+            return ""
+        return f" (if the model does not use it: --ignore-weights {shlex.quote(shorten(pattern))})"
 
     def _forgotten_biases(self) -> list[str]:
         """Biases that a file lacks while it has those of the same part elsewhere: there should be some."""
@@ -178,22 +198,16 @@ class KeyMap:
         Weights that the file holds as float32 are not copied: they stay the file's, read when they are looked at.
         """
         with torch.device("meta"):
-            model = Transformer(config)
+            empty = Transformer(config).state_dict()
         cast: dict[int, Tensor] = {}
         state = {}
-        for name, weight in model.state_dict().items():
+        for name, weight in empty.items():
             if name in self.placed:
                 source = self.placed[name]
                 state[name] = cast.setdefault(id(source), source.detach().float().contiguous())
             else:
                 state[name] = torch.zeros(weight.shape)
-        model.load_state_dict(state, assign=True)
-        if config.tie_projection:
-            model.projection.weight = model.target_embedding.weight
-        for part in model.modules():
-            if isinstance(part, PositionalEncoding) and config.positions == "sinusoidal":
-                part.table = sinusoid_table(part.length, config.d_model)
-        return model.eval()
+        return assemble(config, state)
 
     def notes(self) -> list[str]:
         """What was cast and ignored, for people."""
@@ -203,9 +217,25 @@ class KeyMap:
         reasons = dict.fromkeys(self.ignored.values())
         for reason in reasons:
             names = [key for key, why in self.ignored.items() if why == reason]
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            notes.append(f"not used, {reason}: {shown}")
+            notes.append(f"not used, {reason}: {shorten_all(names, 5)}")
         return notes
+
+
+def assemble(config: TransformerConfig, state: Mapping[str, Tensor]) -> Transformer:
+    """A model of weights that are there already, in evaluation mode; none of them is copied.
+
+    Raises:
+        RuntimeError: they are not those of the configuration.
+    """
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.load_state_dict(state, assign=True)
+    if config.tie_projection:
+        model.projection.weight = model.target_embedding.weight
+    for part in model.modules():
+        if isinstance(part, PositionalEncoding) and config.positions == "sinusoidal" and part.table is not None:
+            part.table = sinusoid_table(*part.table.shape)
+    return model.eval()
 
 
 def rows(start: int, stop: int | None) -> Callable[[Tensor], Tensor]:

@@ -6,6 +6,7 @@ others, that no step gives. Sinusoids are tensor2tensor's, the norms' epsilon is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from tfm_export.checkpoints.partial import PartialCheckpoint
 from tfm_export.checkpoints.position_tables import DEFAULT_LENGTH
 from tfm_export.checkpoints.sinusoids import by_half_of_tensor2tensor
 from tfm_export.checkpoints.wrapping import Weights
+from tfm_export.quotation import quote
 
 FORMAT = "a Marian Transformer"
 CONFIG = "special:model.yml"
@@ -66,7 +68,7 @@ def _configuration(text: Tensor | None) -> dict[str, str]:
 def _sizes(found: PartialCheckpoint) -> None:
     keys = found.keys
     found.infer("d_model", keys.size(SIGNATURE, 0), SHAPES)
-    found.infer("d_ff", keys.size("encoder_l1_ffn_W1", 1), SHAPES)
+    found.infer_each("d_ff", [keys.size(f"{stack}_l1_ffn_W1", 1) for stack in ("encoder", "decoder")], SHAPES)
     for stack in ("encoder", "decoder"):
         count = 0
         while f"{stack}_l{count + 1}_self_Wq" in keys:
@@ -89,7 +91,11 @@ def _embeddings(found: PartialCheckpoint) -> dict[str, str]:
 def _tell(found: PartialCheckpoint, config: Mapping[str, str]) -> None:
     found.know("layer_norm_epsilon", 1e-6, "Marian's source")
     if "transformer-heads" in config:
-        found.know("heads", int(config["transformer-heads"]), YAML)
+        heads = config["transformer-heads"]
+        if re.fullmatch("[0-9]{1,6}", heads):
+            found.know("heads", int(heads), YAML)
+        else:
+            found.problems.append(f"transformer-heads must be a whole number, found {quote(heads)}")
     else:
         found.ask("heads", f"the file has no {CONFIG}; d_model is {found.value('d_model')}")
     activation = config.get("transformer-ffn-activation")

@@ -16,6 +16,7 @@ from tfm_export.checkpoints.partial import PartialCheckpoint, same
 from tfm_export.checkpoints.position_tables import DEFAULT_LENGTH, place_tables
 from tfm_export.checkpoints.vocabularies import vocabulary_files
 from tfm_export.checkpoints.wrapping import Weights
+from tfm_export.quotation import quote
 
 FORMAT = "an OpenNMT-py Transformer"
 SIGNATURE = "encoder.transformer.0.self_attn.linear_query.weight"
@@ -47,7 +48,7 @@ def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> P
     found = PartialCheckpoint(contents.path, FORMAT, KeyMap(tensors), settings)
     options = state["opt"]
     found.problems += [
-        f"{name} is {options[name]!r}, which is not supported"
+        f"{name} is {quote(options[name])}, which is not supported"
         for name, plain in UNSUPPORTED.items()
         if options.get(name, plain) not in (plain, None)
     ]
@@ -93,7 +94,9 @@ def _tell(found: PartialCheckpoint, options: Mapping[str, Any]) -> None:
     found.know("heads", options.get("heads", 8), OPTIONS)
     activation = options.get("pos_ffn_activation_fn", "relu")
     if activation not in ACTIVATIONS:
-        found.problems.append(f"pos_ffn_activation_fn {activation!r} is not known; known are {', '.join(ACTIVATIONS)}")
+        found.problems.append(
+            f"pos_ffn_activation_fn {quote(activation)} is not known; known are {', '.join(ACTIVATIONS)}"
+        )
     found.know("activation", ACTIVATIONS.get(activation, "relu"), OPTIONS)
     found.infer("gated_feed_forward", "encoder.transformer.0.feed_forward.w_3.weight" in found.keys, "its names")
     # Their embeddings are scaled where positions are added, and nowhere else.
@@ -128,7 +131,14 @@ def tell_vocabularies(found: PartialCheckpoint, vocabulary: Any, special: Mappin
     if unknown in sides["source"] and sides["source"].index(unknown) != found.value("unk"):
         found.notes.append(f"{unknown} has another id in the source than in the target: the target's is used")
     sizes = {side: found.value(f"{side}_vocabulary_size") for side in sides}
-    if all(len(tokens) == sizes[side] and len(set(tokens)) == len(tokens) for side, tokens in sides.items()):
+    found.problems += [
+        f"its {side} vocabulary has {len(tokens)} tokens, the embedding {sizes[side]} rows"
+        for side, tokens in sides.items()
+        if len(tokens) != sizes[side]
+    ]
+    if twice := [side for side, tokens in sides.items() if len(set(tokens)) < len(tokens)]:
+        found.notes.append(f"its vocabulary names a token twice ({', '.join(twice)}): the bundle takes ids, not texts")
+    else:
         found.tokenizer = vocabulary_files(
             {side: {"tokens": tokens, "split": "words", "lowercase": False} for side, tokens in sides.items()}
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ from torch import Tensor
 from reference_model import TransformerConfig
 from tfm_export.bundle import GenerationDefaults, SpecialIds
 from tfm_export.checkpoints.adapter import AdapterConfig
+from tfm_export.checkpoints.answers import answered
 from tfm_export.checkpoints.key_map import KeyMap, refuse
 from tfm_export.checkpoints.settings import SETTINGS, how_to_say
 from tfm_export.checkpoints.source_model import SourceModel
 from tfm_export.checkpoints.vocabularies import folder_tokenizer, given_vocabulary
 from tfm_export.decoding import DecodeOptions
 from tfm_export.errors import RequestError
+from tfm_export.quotation import quote
 
 CONFIG_FIELDS = tuple(f.name for f in fields(TransformerConfig))
 GIVEN = "as given"
@@ -53,6 +55,8 @@ class PartialCheckpoint:
         files: those of a folder, by name.
         hint: what to try where something does not fit.
         training: what the checkpoint says about its making.
+        place: where in the file the weights were.
+        other_places: where there are weights, too.
     """
 
     path: Path
@@ -68,20 +72,31 @@ class PartialCheckpoint:
     training: dict[str, Any] = field(default_factory=dict)
     dictionary: str = "lines"
     files: Mapping[str, Path] = field(default_factory=dict)
+    place: str = ""
+    other_places: tuple[str, ...] = ()
     hint: str = "docs/checkpoints.md tells what is supported, and how to say more"
 
     def infer(self, name: str, value: Any, origin: str) -> Any:
         """A fact that the weights themselves tell: a setting that says otherwise is a problem."""
         if name in self.settings and self.settings[name] != value:
-            self.problems.append(f"{name} is {value!r} by {origin}, and {self.settings[name]!r} in the settings")
+            self.problems.append(
+                f"{name} is {quote(value)} by {origin}, and {quote(self.settings[name])} in the settings"
+            )
         self.facts[name] = Fact(value, origin)
         return value
+
+    def infer_each(self, name: str, sizes: Sequence[int], origin: str) -> None:
+        """`infer` a size of the encoder, and that of the decoder where it is another."""
+        encoder, decoder = sizes
+        self.infer(name, encoder, origin)
+        if decoder != encoder:
+            self.infer(f"decoder_{name}", decoder, origin)
 
     def know(self, name: str, value: Any, origin: str) -> Any:
         """A fact that the file's configuration or its layout tells: a setting takes its place."""
         if name in self.settings:
             if self.settings[name] != value:
-                self.notes.append(f"{name} is {self.settings[name]!r} as given; {origin} says {value!r}")
+                self.notes.append(f"{name} is {quote(self.settings[name])} as given; {origin} says {quote(value)}")
             return self._given(name)
         self.facts[name] = Fact(value, origin)
         return value
@@ -92,6 +107,14 @@ class PartialCheckpoint:
             return self._given(name)
         self.missing[name] = known
         return None
+
+    def know_heads(self, heads: Sequence[Any], origin: str) -> None:
+        """`know` the heads of the encoder, and those of the decoder where there are others; `ask` if None."""
+        for name, count in zip(("heads", "decoder_heads"), heads, strict=True):
+            if count is None:
+                self.ask(name, f"{origin} does not say; d_model is {self.value('d_model')}")
+            elif name == "heads" or count != heads[0]:
+                self.know(name, count, origin)
 
     def _given(self, name: str) -> Any:
         self.facts[name] = Fact(self.settings[name], GIVEN)
@@ -157,10 +180,11 @@ class PartialCheckpoint:
         config = self.config()
         if problems or config is None:
             raise refuse(self.path, problems, self.hint)
-        tokenizer = given_vocabulary(self.path, self.settings, config, self.dictionary) or self.tokenizer
+        tokenizer, said = given_vocabulary(self.path, self.settings, config, self.dictionary)
+        tokenizer = tokenizer or self.tokenizer
         if self.files and not tokenizer:
             tokenizer, said = folder_tokenizer(self.files, config)
-            self.notes += said
+        self.notes += said
         return SourceModel(
             path=self.path,
             model=self.keys.build(config),
@@ -174,7 +198,16 @@ class PartialCheckpoint:
             settings=dict(self.settings),
             training=self.training,
             notes=[*self.notes, *self.keys.notes()],
+            answers=self.answers(tokenizer),
         )
+
+    def answers(self, tokenizer: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
+        """What rests on an answer alone; a tokenizer of Hugging Face puts around sources what it has learnt to."""
+        found = answered(self.facts, self.settings, GIVEN, wraps="huggingface.json" not in tokenizer)
+        if self.other_places:
+            origin = GIVEN if "weights" in self.settings else "the default: the first usual place"
+            found["weights"] = {"value": self.place, "origin": origin, "others": [*self.other_places]}
+        return found
 
     def question(self, name: str) -> str:
         """What is asked for, with what is known of it."""
@@ -194,6 +227,12 @@ def value_problems(config: TransformerConfig | AdapterConfig, known: Mapping[str
         for name, sides in places.items()
         for side in sides
         if known.get(name) is not None and not 0 <= known[name] < sizes[side]
+    ]
+    unknown = known.get("unk")
+    problems += [
+        f"unk id {unknown} is {name} too: an unknown word would be taken for it"
+        for name in ("pad", "bos", "eos")
+        if unknown is not None and known.get(name) == unknown
     ]
     try:
         DecodeOptions(**{name: value for name, value in known.items() if name not in SPECIAL_IDS})
@@ -216,7 +255,7 @@ def without_prefix(tensors: dict[str, Tensor], prefix: str) -> tuple[dict[str, T
         name.removeprefix(prefix) if name.removeprefix(prefix) not in tensors else name: tensor
         for name, tensor in tensors.items()
     }
-    return short, [f"stripped from names: {prefix!r}"]
+    return short, [f"stripped from names: {quote(prefix)}"]
 
 
 def same(tensors: Iterable[Tensor | None]) -> bool:

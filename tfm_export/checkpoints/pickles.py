@@ -8,25 +8,34 @@ neither imported nor run. All other classes are refused by name.
 from __future__ import annotations
 
 import io
+import mmap
 import pickle
 import pickletools
 import re
 import struct
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self, cast
 
 import torch
 from torch import Tensor
 
+from tfm_export.checkpoints.pickle_limits import LEAST_BYTES, MOST_LEVELS, MOST_TIMES_FILE, check_pickle
 from tfm_export.errors import CheckpointError
+from tfm_export.quotation import shorten, shorten_all
 
 MOST_PICKLE_BYTES = 16_000_000  # of a pickle that is only looked at to name what it needs
 MOST_PICKLES = 5  # of the old format: a number, a version, a system, the contents, the names of storages
-MOST_VALUES = 20_000_000  # in all containers together: a small pickle can refer to its parts ever again
-MOST_TIMES_FILE = 8  # all tensors together, as many times the file: tied weights count each time
+MOST_VALUES = 20_000_000  # written out: a small pickle can refer to its parts ever again
+# What PyTorch's reader, zipfile and zlib raise where they stumble over something in a damaged file.
+DAMAGED = (
+    RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, OSError, AssertionError, struct.error,
+    zlib.error, zipfile.BadZipFile,
+)  # fmt: skip
+ENDLESS = "(refers to its own parts again and again)"  # in the place of a container of more values than that
 AGAIN = "copy it again and compare its size and hash with the original's"
 
 
@@ -113,8 +122,8 @@ def _empty_dictionary(*_arguments: Any) -> dict[Any, Any]:
     return {}
 
 
-def _joined_path(*parts: str) -> str:
-    return "/".join(map(str, parts))
+def _joined_path(*parts: Any) -> str:
+    return "/".join(part for part in parts if isinstance(part, str))
 
 
 def _stand_ins() -> dict[str, Callable[..., Any]]:
@@ -170,12 +179,13 @@ def load_pickle(path: Path) -> Any:
     Raises:
         CheckpointError: it is damaged or something else, it wants code to be executed, or it would grow beyond measure.
     """
-    archive = zipfile.is_zipfile(path)
+    archive = _is_archive(path)
     try:
         if archive:
             _check_archive(path)
         else:
-            _check_pickle(path)
+            _check_start(path)
+        _check_growth(path, archive=archive)
         with warnings.catch_warnings(), torch.serialization.safe_globals([(f, n) for n, f in STAND_INS.items()]):
             # What cannot be read is refused below, and quantised weights where they are used.
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
@@ -184,11 +194,22 @@ def load_pickle(path: Path) -> Any:
         return _Plain(path).of(state)
     except pickle.UnpicklingError as problem:
         raise _refusal(path, str(problem)) from problem
-    # torch.load raises whatever its reader stumbles over in a damaged file.
-    except (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, OSError) as problem:
+    except MemoryError as problem:
+        raise out_of_memory(path) from problem
+    except DAMAGED as problem:
+        if "can't allocate memory" in str(problem):
+            raise out_of_memory(path) from problem
         raise CheckpointError(
             f"{path} is damaged or not a PyTorch checkpoint: {_first_line(problem)}", AGAIN
         ) from problem
+
+
+def out_of_memory(path: Path) -> CheckpointError:
+    """The error of a file for which there is not enough memory."""
+    return CheckpointError(
+        f"{path} has {path.stat().st_size:,} bytes, and reading it takes more memory than this process can get",
+        "end other programs, allow it more (ulimit -v, the limit of its container), or take a machine with more",
+    )
 
 
 # What people have instead of a checkpoint, by its first bytes.
@@ -207,7 +228,28 @@ OTHER_FILES = {
 EXPECTED = "expected a file written by torch.save, safetensors or numpy.savez"
 
 
-def _check_pickle(path: Path) -> None:
+def _is_archive(path: Path) -> bool:
+    """Whether PyTorch takes it for an archive, which is by its first bytes."""
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK" and zipfile.is_zipfile(path)
+
+
+def _check_growth(path: Path, *, archive: bool) -> None:
+    """Refuse what would take more memory than its own size accounts for."""
+    size = path.stat().st_size
+    if archive:
+        check_pickle(path, io.BytesIO(_archived_pickle(path)), size, STAND_INS)
+        return
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        readable = cast("IO[bytes]", mapped)  # which gives no more than there is, however much is asked for
+        storages = check_pickle(path, readable, size, STAND_INS, pickles=MOST_PICKLES)
+    if (wanted := sum(storages.values())) > size:
+        raise CheckpointError(
+            f"{path} is damaged or cut short: its tensors take {wanted:,} bytes, and it has {size:,}", AGAIN
+        )
+
+
+def _check_start(path: Path) -> None:
     """Refuse what is no pickle before PyTorch's reader, whose message would be of no help, stumbles over it."""
     with open(path, "rb") as file:
         start = file.read(4096)
@@ -223,7 +265,8 @@ def _check_pickle(path: Path) -> None:
 def _check_archive(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
-        if not any(name.endswith("data.pkl") for name in names):
+        pickles = [name for name in names if name.lower().endswith("data.pkl")]
+        if not any(name.endswith("data.pkl") for name in pickles):
             raise CheckpointError(f"{path} is a zip archive without data.pkl; {EXPECTED}", "name the checkpoint's file")
         if any(name.endswith("constants.pkl") for name in names):
             raise CheckpointError(
@@ -231,7 +274,9 @@ def _check_archive(path: Path) -> None:
                 "save the weights alone: torch.save(model.state_dict(), ...), or those of torch.jit.load(...)",
             )
         if twice := sorted({name for name in names if names.count(name) > 1} if len(names) < 100_000 else ()):
-            raise CheckpointError(f"{path} has several entries named {', '.join(twice[:5])}: refused", AGAIN)
+            raise CheckpointError(f"{path} has several entries named {shorten_all(twice)}: refused", AGAIN)
+        if len(pickles) > 1:
+            raise CheckpointError(f"{path} has several pickles, {shorten_all(pickles)}: refused", AGAIN)
         if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
             raise CheckpointError(
                 f"{path} is a compressed archive; torch.save writes none, and it may unpack to any size: refused",
@@ -240,41 +285,57 @@ def _check_archive(path: Path) -> None:
 
 
 class _Plain:
-    """Turns stand-ins into plain values and holds tensors to the size of their file.
+    """Turns stand-ins into plain values and holds values and tensors to the size of their file.
 
     Args:
         path: the file.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.limit, self.bytes, self.values = path, MOST_TIMES_FILE * path.stat().st_size, 0, 0
-        self.done: dict[int, Any] = {}
+        size = path.stat().st_size
+        self.path, self.limit, self.bytes = path, MOST_TIMES_FILE * size, 0
+        self.most_text = LEAST_BYTES + self.limit
+        self.done: dict[int, tuple[Any, int, int]] = {}
         self.kept: list[Any] = []  # what ids were taken of must stay
 
     def of(self, value: Any) -> Any:
-        """The plain value; containers are new, and one that occurs twice stays one."""
+        """The plain value; containers are new, and one that occurs twice stays one.
+
+        Raises:
+            CheckpointError: tensors are larger than the file, or containers are in each other in too many levels.
+        """
+        return self._sized(value, 0)[0]
+
+    def _sized(self, value: Any, level: int) -> tuple[Any, int, int]:
+        """The plain value, and how many values and characters it is, written out with what occurs twice twice."""
+        if isinstance(value, str | bytes | bytearray):
+            return value, 1, len(value)
         if isinstance(value, Tensor):
             self._weigh(value)
-            return value
-        if not isinstance(value, StandIn | dict | list | tuple):
-            return value
+        if not isinstance(value, StandIn | dict | list | tuple | set):
+            return value, 1, 0
+        if level > MOST_LEVELS:
+            raise CheckpointError(f"{self.path} has more than {MOST_LEVELS} containers in each other: refused")
         if id(value) not in self.done:
             self.kept.append(value)
-            self.done[id(value)] = None  # of a value that contains itself
-            self.done[id(value)] = self._converted(value)
+            self.done[id(value)] = None, 1, 0  # of a value that contains itself
+            self.done[id(value)] = self._converted(value, level + 1)
         return self.done[id(value)]
 
-    def _converted(self, value: Any) -> Any:
+    def _converted(self, value: Any, level: int) -> tuple[Any, int, int]:
         if isinstance(value, StandIn):
-            return self.of(value.plain())
-        self.values += len(value)
-        if self.values > MOST_VALUES:
-            raise CheckpointError(f"{self.path} holds more than {MOST_VALUES:,} values: refused")
+            return self._sized(value.plain(), level)
+        parts = [self._sized(item, level) for item in (value.values() if isinstance(value, dict) else value)]
+        items = [item for item, _, _ in parts]
+        count = 1 + len(value) + sum(count for _, count, _ in parts)
+        characters = sum(characters for _, _, characters in parts)
         if isinstance(value, dict):
-            return {key: self.of(item) for key, item in value.items()}
-        return (
-            type(value)([self.of(item) for item in value]) if type(value) in {list, tuple} else [*map(self.of, value)]
-        )
+            characters += sum(len(key) for key in value if isinstance(key, str))
+        if count > MOST_VALUES or characters > self.most_text:
+            return ENDLESS, 1, len(ENDLESS)
+        if isinstance(value, dict):
+            return dict(zip(value, items, strict=True)), count, characters
+        return (type(value)(items) if type(value) in {list, tuple, set} else items), count, characters
 
     def _weigh(self, tensor: Tensor) -> None:
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
@@ -298,7 +359,7 @@ def _refusal(path: Path, message: str) -> CheckpointError:
     classes = classes_needed(path)
     if classes:
         return CheckpointError(
-            f"{path} is a pickle that needs {', '.join(classes)}; loading it could run code: refused",
+            f"{path} is a pickle that needs {shorten_all(classes, 40)}; loading it could run code: refused",
             "save the weights alone: torch.save(model.state_dict(), ...), where those classes can be imported",
         )
     return CheckpointError(f"{path} is damaged or not a PyTorch checkpoint: {_first_line(message)}", AGAIN)
@@ -318,7 +379,7 @@ def classes_needed(path: Path) -> list[str]:
                     names.add(".".join(strings[-2:]))
                 elif isinstance(argument, str):
                     strings.append(argument)
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile, StopIteration):
+    except (*DAMAGED, StopIteration):
         pass  # not a pickle to its end: what was found so far is told
     harmless = re.compile(r"torch\._utils\._rebuild.*|torch\.\w+Storage|collections\.(OrderedDict|Counter)")
     return sorted(name for name in names - STAND_INS.keys() if not harmless.fullmatch(name))
@@ -326,17 +387,19 @@ def classes_needed(path: Path) -> list[str]:
 
 def _pickle_bytes(path: Path) -> bytes:
     """The pickle in a file of torch.save, without the tensors' data; or the start of any other file."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            name = next(n for n in archive.namelist() if n.endswith("data.pkl"))
-            with archive.open(name) as file:
-                return file.read(MOST_PICKLE_BYTES)
+    if _is_archive(path):
+        return _archived_pickle(path)[:MOST_PICKLE_BYTES]
     with open(path, "rb") as file:
         return file.read(MOST_PICKLE_BYTES)
+
+
+def _archived_pickle(path: Path) -> bytes:
+    with zipfile.ZipFile(path) as archive:
+        return archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
 
 
 def _first_line(problem: object) -> str:
     """What a reader says of a file, without PyTorch's advice to load it as code."""
     text = re.sub(r"In PyTorch 2\.6.*?trusted source\.?", "", str(problem), flags=re.DOTALL)
     lines = [line.strip() for line in text.strip().splitlines() if "weights_only" not in line]
-    return next((line for line in lines if line), type(problem).__name__)
+    return shorten(next((line for line in lines if line), type(problem).__name__), 400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from tfm_export.checkpoints.partial import PartialCheckpoint
 from tfm_export.checkpoints.reference import read as read_reference
 from tfm_export.checkpoints.wrapping import Weights, find_weights
 from tfm_export.errors import CheckpointError
+from tfm_export.quotation import shorten, shorten_all
 
 MOST_SHOWN = 40  # plain values beside the weights
 MOST_CHARACTERS = 60
@@ -46,13 +48,14 @@ def recognise_checkpoint(contents: Contents, settings: Mapping[str, Any]) -> Par
     if (own := read_reference(contents, settings)) is not None:
         return own
     try:
-        weights = find_weights(contents.state, settings.get("weights"))
+        weights = find_weights(contents.state, settings.get("weights"), settings.get("ignore", ()))
     except CheckpointError as error:
         raise CheckpointError([f"{contents.path}: {problem}" for problem in error.problems], error.hint) from error
     for reader in READERS:
         found = reader(contents, weights, settings)
         if found is not None:
             found.notes[:0] = [*weights.notes, *_settings_beside(weights)]
+            found.place, found.other_places = weights.place, weights.others
             return found
     raise CheckpointError(
         f"{contents.path} is not a checkpoint of a known format: {_described(weights)}; known are: {KNOWN}",
@@ -63,7 +66,12 @@ def recognise_checkpoint(contents: Contents, settings: Mapping[str, Any]) -> Par
 
 def _described(weights: Weights) -> str:
     names = [*weights.tensors]
-    return f"it has {len(names)} tensors, such as {', '.join(names[:3])}"
+    told = f"it has {len(names)} tensors, such as {shorten_all(names[:3])}"
+    first = Counter(name.split(".", maxsplit=1)[0] for name in names)
+    if len(first) < 2 or first.most_common(1)[0][1] < len(names) / 2:
+        return told
+    others = [f"{name}.*" for name in first if name != first.most_common(1)[0][0]]
+    return f"{told}; if some are not the model's, such as {shorten_all(others)}, --ignore-weights leaves them out"
 
 
 def _settings_beside(weights: Weights) -> list[str]:
@@ -75,6 +83,6 @@ def _settings_beside(weights: Weights) -> list[str]:
 def _plain_values(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for name, value in values.items():
         if isinstance(value, int | float | str) and len(str(value)) <= MOST_CHARACTERS:
-            yield f"{prefix}{name}={value}"
+            yield shorten(f"{prefix}{name}={value}")
         elif isinstance(value, dict) and not prefix:
             yield from _plain_values(value, f"{name}.")

@@ -16,6 +16,7 @@ from tfm_export.checkpoints.key_map import KeyMap, refuse
 from tfm_export.checkpoints.partial import PartialCheckpoint
 from tfm_export.checkpoints.settings import setting_problem
 from tfm_export.checkpoints.vocabularies import SIDES, token_problems, vocabulary_files
+from tfm_export.quotation import quote
 
 HINT = "save it again with reference_model.save_checkpoint"
 DICTIONARIES = ("config", "weights", "special_ids", "generation", "training")
@@ -83,7 +84,9 @@ def _value_problems(state: Mapping[str, Any]) -> Iterator[str]:
         if problem := setting_problem(name, value):
             yield f"{part} {problem}"
     for part, record in RECORDS.items():
-        yield from (f"{part} has no {name!r}" for name in state[part] if name not in {f.name for f in fields(record)})
+        yield from (
+            f"{part} has no {quote(name)}" for name in state[part] if name not in {f.name for f in fields(record)}
+        )
     if not all(isinstance(name, str) and isinstance(weight, Tensor) for name, weight in state["weights"].items()):
         yield "weights must be tensors by name"
     try:

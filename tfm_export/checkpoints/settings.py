@@ -12,6 +12,7 @@ from reference_model import TransformerConfig
 from reference_model.config import ACTIVATIONS, NORMS, POSITIONS
 from tfm_export.checkpoints.files import read_json
 from tfm_export.errors import CheckpointError
+from tfm_export.quotation import quote
 
 CHOICES = {
     "activation": ACTIVATIONS,
@@ -72,7 +73,11 @@ ASKED = {
 # What has an option, and is asked for by no checkpoint, and what is for the file of settings alone.
 OTHERS = {
     "keys": Setting("map", "which weight of the file is which of the reference model, by their names"),
-    "ignore": Setting("list", "weights of the file that are of no use, by name; * stands for any characters"),
+    "ignore": Setting(
+        "list",
+        "weights of the file that are of no use, by name; * stands for any characters",
+        "--ignore-weights PATTERN",
+    ),
     "ignore_generation": Setting(
         "list", "keys of generation_config.json that are not to be applied", "--ignore-generation KEY"
     ),
@@ -128,15 +133,15 @@ def setting_problem(name: str, value: Any) -> str | None:
     setting = SETTINGS.get(name)
     if setting is None:
         near = difflib.get_close_matches(name, SETTINGS, 1)
-        return f"there is no setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        return f"there is no setting {quote(name)}" + (f"; did you mean {quote(near[0])}?" if near else "")
     kinds, expected = KINDS[setting.kind]
     if not isinstance(value, kinds) or isinstance(value, bool) != (setting.kind == "bool"):
-        return f"{name} must be {expected}, found {value!r}"
+        return f"{name} must be {expected}, found {quote(value)}"
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     if wrong := [part for part in parts if not _is_text(part)]:
-        return f"{name} must be {expected}, found {wrong[0]!r} in it"
+        return f"{name} must be {expected}, found {quote(wrong[0])} in it"
     if name in CHOICES and value not in CHOICES[name]:
-        return f"{name} must be one of {', '.join(CHOICES[name])}, found {value!r}"
+        return f"{name} must be one of {', '.join(CHOICES[name])}, found {quote(value)}"
     return None
 
 

@@ -24,6 +24,7 @@ class SourceModel:
         training: what the checkpoint says about its making.
         settings: what the user had to say of it.
         notes: what was cast, stripped or ignored, for people.
+        answers: the settings that the file does not tell, each with its value and where that comes from.
     """
 
     path: Path
@@ -34,3 +35,4 @@ class SourceModel:
     training: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)

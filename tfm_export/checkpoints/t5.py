@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tfm_export.checkpoints.bart import find_tables, know_activation, ties_projection, untied
+from tfm_export.checkpoints.bart import STACKS, find_tables, know_activation, ties_projection, untied
 from tfm_export.checkpoints.files import Contents
 from tfm_export.checkpoints.key_map import KeyMap
 from tfm_export.checkpoints.partial import PartialCheckpoint
@@ -13,7 +13,8 @@ from tfm_export.checkpoints.position_tables import DEFAULT_LENGTH, place_tables
 from tfm_export.checkpoints.wrapping import Weights
 
 FAMILIES = {"t5": "relu", "mt5": "gated-gelu"}  # the feed-forward where config.json does not say
-SIGNATURE = "encoder.block.0.layer.0.SelfAttention.q.weight"
+QUERY = "block.0.layer.0.SelfAttention.q.weight"
+SIGNATURE = f"encoder.{QUERY}"
 BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 SHAPES, CONFIG, LAYOUT = "the shapes", "config.json", "the family"
 TOLD = {
@@ -54,25 +55,17 @@ def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> P
 
 def _tell(found: PartialCheckpoint, config: Mapping[str, Any]) -> None:
     keys = found.keys
-    inner = keys.size(SIGNATURE, 0)
     found.infer("d_model", keys.size(SIGNATURE, 1), SHAPES)
-    for stack in ("encoder", "decoder"):
+    for stack in STACKS:
         layers = found.count_layers(f"{stack}.block.{{}}.layer.0.SelfAttention.q.weight")
         found.infer(f"{stack}_layers", layers, SHAPES)
-    bias = f"encoder.{BIAS}"
-    if bias in keys:
-        heads = keys.size(bias, 1)
-        found.infer("relative_buckets", keys.size(bias, 0), SHAPES)
-        found.infer("heads", heads, SHAPES)
-        if heads < 1 or inner % heads:
-            found.problems.append(f"{SIGNATURE} has {inner} rows, which {heads} heads cannot share")
-        found.infer("d_head", inner // max(heads, 1), SHAPES)
+    _tell_heads(found)
     found.know("relative_max_distance", config.get("relative_attention_max_distance", 128), CONFIG)
     found.know("layer_norm_epsilon", config.get("layer_norm_epsilon", 1e-6), CONFIG)
     gated = "encoder.block.0.layer.1.DenseReluDense.wi_0.weight" in keys
     found.infer("gated_feed_forward", gated, "its names")
-    expand = f"encoder.block.0.layer.1.DenseReluDense.{'wi_0' if gated else 'wi'}.weight"
-    found.infer("d_ff", keys.size(expand, 0), SHAPES)
+    places = [f"{stack}.block.0.layer.{number}.DenseReluDense" for number, stack in enumerate(STACKS, 1)]
+    found.infer_each("d_ff", [keys.size(f"{place}.{'wi_0' if gated else 'wi'}.weight", 0) for place in places], SHAPES)
     activation = str(config.get("feed_forward_proj", FAMILIES[config["model_type"]])).removeprefix("gated-")
     # Their "gated-gelu" has always meant the approximation by a tanh.
     know_activation(found, "gelu_new" if gated and activation == "gelu" else activation)
@@ -80,6 +73,24 @@ def _tell(found: PartialCheckpoint, config: Mapping[str, Any]) -> None:
     found.know(
         "max_length", length or DEFAULT_LENGTH, CONFIG if length else "the default: relative positions have no end"
     )
+
+
+def _tell_heads(found: PartialCheckpoint) -> None:
+    keys = found.keys
+    biases = [f"{stack}.{BIAS}" for stack in STACKS]
+    if not all(bias in keys for bias in biases):
+        return
+    found.infer("relative_buckets", keys.size(biases[0], 0), SHAPES)
+    heads = [keys.size(bias, 1) for bias in biases]
+    queries = [f"{stack}.{QUERY}" for stack in STACKS]
+    sizes = []
+    for query, count in zip(queries, heads, strict=True):
+        inner = keys.size(query, 0)
+        if inner % count:
+            found.problems.append(f"{query} has {inner} rows, which {count} heads cannot share")
+        sizes.append(inner // count)
+    found.infer_each("heads", heads, SHAPES)
+    found.infer_each("d_head", sizes, SHAPES)
 
 
 def _scales(found: PartialCheckpoint, config: Mapping[str, Any]) -> bool:

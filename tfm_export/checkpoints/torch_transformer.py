@@ -50,7 +50,7 @@ def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> P
 def _sizes(found: PartialCheckpoint, stacks: Mapping[str, str]) -> None:
     keys = found.keys
     found.infer("d_model", keys.size(f"{stacks['decoder']}layers.0.multihead_attn.in_proj_weight", 1), SHAPES)
-    found.infer("d_ff", keys.size(f"{stacks['decoder']}layers.0.linear1.weight", 0), SHAPES)
+    found.infer_each("d_ff", [keys.size(f"{prefix}layers.0.linear1.weight", 0) for prefix in stacks.values()], SHAPES)
     for stack, prefix in stacks.items():
         layers = found.count_layers(f"{prefix}layers.{{}}.self_attn.in_proj_weight")
         found.infer(f"{stack}_layers", layers, SHAPES)

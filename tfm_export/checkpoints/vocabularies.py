@@ -11,9 +11,12 @@ from typing import Any
 from reference_model import TransformerConfig, Vocabulary
 from tfm_export.checkpoints.files import read_json
 from tfm_export.errors import CheckpointError
+from tfm_export.quotation import shorten
 
 SIDES = ("source", "target")
-MOST_UNNAMED = 128  # rows without a token: tables are padded to a multiple of 8 or so
+PADDED_TO = (8, 16, 32, 64, 128)  # tables have more rows than tokens where they are padded to a multiple of these
+MOST_SURPLUS = 8  # tokens of a tokenizer beyond the rows of the model, such as a mask that only training used
+MOST_IDS = 10_000_000  # of a dictionary that writes its ids
 FAIRSEQ_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")  # of every fairseq dictionary, and not in its file
 
 
@@ -58,23 +61,24 @@ def folder_tokenizer(files: Mapping[str, Path], config: TransformerConfig) -> tu
         CheckpointError: a file is damaged, or has more tokens than the model.
     """
     if "tokenizer.json" in files:
-        return _own_tokenizer(files["tokenizer.json"], config), []
+        return _own_tokenizer(files["tokenizer.json"], config)
     if {"source.spm", "target.spm", "vocab.json"} <= files.keys():
         names = {
             "source": "vocab.json",
             "target": "target_vocab.json" if "target_vocab.json" in files else "vocab.json",
         }
-        tokens = {side: _by_id(files[name], _size(config, side)) for side, name in names.items()}
+        said: list[str] = []
+        tokens = {side: _by_id(files[name], side, _size(config, side), said) for side, name in names.items()}
         models = {side: files[f"{side}.spm"].read_bytes() for side in SIDES}
-        return piece_files(models, tokens, language_codes=True), []
-    said = (
+        return piece_files(models, tokens, language_codes=True), [*dict.fromkeys(said)]
+    missing = (
         "the folder has no tokenizer.json, nor source.spm, target.spm and vocab.json: the bundle takes ids, not texts; "
         "AutoTokenizer.from_pretrained(...).save_pretrained(...) of a fast tokenizer writes tokenizer.json"
     )
-    return {}, [said]
+    return {}, [missing]
 
 
-def _own_tokenizer(path: Path, config: TransformerConfig) -> dict[str, bytes]:
+def _own_tokenizer(path: Path, config: TransformerConfig) -> tuple[dict[str, bytes], list[str]]:
     state = read_json(path)
     model, added = state.get("model"), state.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -83,15 +87,57 @@ def _own_tokenizer(path: Path, config: TransformerConfig) -> dict[str, bytes]:
     numbers = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
     ids = [*numbers, *(token.get("id", -1) for token in added if isinstance(token, dict))]
     smallest = min(_size(config, side) for side in SIDES)
-    if any(not isinstance(i, int) or i >= smallest for i in ids):
-        raise CheckpointError(f"{path} has ids that the model's {smallest} rows have not", "take the model's own")
-    return {"tokenizer.json": _json({"kind": "huggingface"}), "huggingface.json": path.read_bytes()}
+    if any(type(i) is not int for i in ids):
+        raise CheckpointError(f"{path} has ids that are no integers", "take the model's own")
+    content, said = path.read_bytes(), []
+    most = max(ids, default=-1) + 1
+    if most > smallest:
+        cut = _without_surplus(state, smallest)
+        if cut is None:
+            raise CheckpointError(
+                f"{path} has {most} tokens, the embedding {smallest} rows: it has ids that the model's {smallest} rows "
+                "have not",
+                "take the model's own",
+            )
+        content = _json(cut)
+        said = [f"the tokenizer has {most} tokens, the embedding {smallest} rows: those without a row were left out"]
+    elif most < smallest:
+        said = [f"the tokenizer has {most} tokens, the embedding {smallest} rows: the others have no text"]
+    return {"tokenizer.json": _json({"kind": "huggingface"}), "huggingface.json": content}, said
+
+
+def _without_surplus(state: Mapping[str, Any], size: int) -> dict[str, Any] | None:
+    """A tokenizer without the few tokens that the model has no rows for; None if it needs them, or they are many."""
+    model, added = state["model"], [token for token in state["added_tokens"] if isinstance(token, dict)]
+    vocabulary = model["vocab"]
+    names = [token.get("content") for token in added if token.get("id", -1) >= size]
+    if isinstance(vocabulary, dict):
+        kept: Any = {token: i for token, i in vocabulary.items() if i < size}
+        names += [token for token, i in vocabulary.items() if i >= size]
+    else:
+        kept = vocabulary[:size]
+        names += [piece[0] if isinstance(piece, list) and piece else None for piece in vocabulary[size:]]
+    needed = json.dumps([state.get("post_processor"), model.get("unk_token")], ensure_ascii=False)
+    merges = {
+        "".join(pair) if isinstance(pair, list) else str(pair).replace(" ", "") for pair in model.get("merges") or ()
+    }
+    if len({*names}) > MOST_SURPLUS or any(
+        not isinstance(name, str) or json.dumps(name, ensure_ascii=False) in needed or name in merges for name in names
+    ):
+        return None
+    return {
+        **state,
+        "model": {**model, "vocab": kept},
+        "added_tokens": [token for token in added if token.get("id", -1) < size],
+    }
 
 
 def given_vocabulary(
     path: Path, settings: Mapping[str, Any], config: TransformerConfig, dictionary: str
-) -> dict[str, bytes]:
-    """The tokenizer folder of the tokens and subword models in the settings; empty if there are none.
+) -> tuple[dict[str, bytes], list[str]]:
+    """The tokenizer folder of the tokens and subword models in the settings, and what there is to say of it.
+
+    Both are empty if there are none.
 
     Args:
         path: of the checkpoint, for messages.
@@ -100,15 +146,20 @@ def given_vocabulary(
         dictionary: the form of dictionaries: "fairseq", "marian" or "lines".
 
     Raises:
-        CheckpointError: a list is missing or longer than its embedding, or names a token twice; a file is not there.
+        CheckpointError: a list is missing or of another length than its embedding, or names a token twice; a file is
+            not there.
     """
     problems: list[str] = []
     tokens = {side: _side_tokens(side, settings, dictionary, problems) for side in SIDES}
     if not any(tokens.values()) and not problems:
-        return {}
+        return {}, []
+    said: list[str] = []
     for side in SIDES:
-        most = 0 if f"{side}_tokens" in settings else MOST_UNNAMED
-        problems += token_problems(side, tokens[side], _size(config, side), most)
+        found, size = tokens[side], _size(config, side)
+        padded = found is not None and f"{side}_tokens" not in settings and is_padded(len(found), size)
+        if found is not None and padded:
+            said.append(_padding_note(f"the {side} dictionary", len(found), size))
+        problems += token_problems(side, found, size, padded=padded)
     subwords = {side: settings.get(f"{side}_subwords") for side in SIDES}
     models = {side: _bytes(Path(name), problems) for side, name in subwords.items() if name}
     if len(models) == 1:
@@ -117,12 +168,11 @@ def given_vocabulary(
         raise CheckpointError([f"{path}: {problem}" for problem in problems], "give every id its token, in order")
     named = {side: _filled(tokens[side] or [], _size(config, side)) for side in SIDES}
     if models:
-        return piece_files(models, named)
+        return piece_files(models, named), said
     splits = {side: settings.get(f"{side}_split", "words") for side in SIDES}
     lowercase = {"source": settings.get("lowercase", False), "target": False}
-    return vocabulary_files(
-        {side: {"tokens": named[side], "split": splits[side], "lowercase": lowercase[side]} for side in SIDES}
-    )
+    sides = {side: {"tokens": named[side], "split": splits[side], "lowercase": lowercase[side]} for side in SIDES}
+    return vocabulary_files(sides), said
 
 
 def _size(config: TransformerConfig, side: str) -> int:
@@ -134,17 +184,30 @@ def _side_tokens(side: str, settings: Mapping[str, Any], dictionary: str, proble
         tokens: list[str] = settings[f"{side}_tokens"]
         return tokens
     if f"{side}_dictionary" in settings:
-        text = _bytes(Path(settings[f"{side}_dictionary"]), problems).decode(errors="replace")
-        return list(DICTIONARIES[settings.get("dictionary_format", dictionary)](text))
+        path = Path(settings[f"{side}_dictionary"])
+        text = _bytes(path, problems).decode(errors="replace")
+        try:
+            return list(DICTIONARIES[settings.get("dictionary_format", dictionary)](text))
+        except ValueError as problem:
+            problems.append(f"{path}: {problem}")
     return None
 
 
-def token_problems(side: str, tokens: Sequence[str] | None, size: int, most_unnamed: int = 0) -> list[str]:
-    """What keeps a list of tokens from being that of an embedding of so many rows, some of which may have no token."""
+def is_padded(tokens: int, rows: int) -> bool:
+    """Whether an embedding has more rows than tokens because it was padded to a multiple of 8, 16, 32, 64 or 128."""
+    return tokens < rows and any(-(-tokens // multiple) * multiple == rows for multiple in PADDED_TO)
+
+
+def _padding_note(what: str, tokens: int, rows: int) -> str:
+    return f"{what} has {tokens} tokens, the embedding {rows} rows: the last {rows - tokens} are taken for padding"
+
+
+def token_problems(side: str, tokens: Sequence[str] | None, size: int, *, padded: bool = False) -> list[str]:
+    """What keeps a list of tokens from being that of an embedding of so many rows, the last of which may be padding."""
     if tokens is None:
         return [f"{side}_tokens is missing, or {side}_dictionary: both sides need their tokens"]
     problems = []
-    if not size - most_unnamed <= len(tokens) <= size:
+    if len(tokens) != size and not padded:
         problems.append(f"{side}_tokens has {len(tokens)} tokens, the embedding {size} rows")
     try:
         Vocabulary(tuple(tokens), "words")
@@ -158,19 +221,30 @@ def _filled(tokens: Sequence[str], size: int) -> list[str]:
     return [*tokens, *(f"<{i}>" for i in range(len(tokens), size))]
 
 
-def _by_id(path: Path, size: int) -> list[str]:
+def _by_id(path: Path, side: str, size: int, said: list[str]) -> list[str]:
     ids = read_json(path)
-    names = {i: token for token, i in ids.items() if isinstance(i, int)}
+    names = {i: token for token, i in ids.items() if type(i) is int}
+    most = max(names, default=-1) + 1
     if len(names) != len(ids) or any(not 0 <= i < size for i in names):
-        raise CheckpointError(f"{path} must give every token an id of its own from 0 to {size - 1}", "copy it again")
+        raise CheckpointError(
+            f"{path} must give every token an id of its own from 0 to {size - 1}, and its largest is {most - 1}",
+            "copy it again",
+        )
+    if is_padded(most, size):
+        said.append(_padding_note(path.name, most, size))
+    elif most != size:
+        raise CheckpointError(
+            f"{path} has {most} tokens, the {side} embedding {size} rows", "take the vocab.json of this model"
+        )
     return [names.get(i, f"<{i}>") for i in range(size)]
 
 
 def _bytes(path: Path, problems: list[str]) -> bytes:
     try:
         return path.read_bytes()
-    except OSError as problem:
-        problems.append(f"{path} cannot be read: {problem.strerror}")
+    except (OSError, ValueError) as problem:  # ValueError: a name that no disk can have
+        why = problem.strerror if isinstance(problem, OSError) else problem
+        problems.append(f"{shorten(str(path))} cannot be read: {why}")
         return b""
 
 
@@ -190,8 +264,10 @@ def _marian_tokens(text: str) -> Iterator[str]:
     found = {}
     for line in text.split("\n"):
         token, colon, number = line.rstrip("\r").rpartition(":")
-        if colon and number.strip().isdecimal():
+        if colon and re.fullmatch(r"\s*[0-9]{1,9}\s*", number):
             found[int(number)] = _unquoted(token)
+    if max(found, default=0) >= MOST_IDS:
+        raise ValueError(f"it has the id {max(found)}, more than {MOST_IDS:,}")
     return iter([found.get(i, f"<{i}>") for i in range(max(found, default=-1) + 1)])
 
 

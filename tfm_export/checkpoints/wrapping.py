@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from tfm_export.errors import CheckpointError
+from tfm_export.quotation import quote, shorten, shorten_all
 
 # Where weights usually are. The first of these that holds some is taken; others are named in the notes.
 USUAL_PLACES = (
@@ -36,37 +38,54 @@ class Weights:
         tensors: by their names without wrappers.
         beside: the dictionary that they were found in, for settings that lie beside them; empty at the top.
         notes: what was taken, stripped and ignored, for people.
+        place: where they were; empty at the top.
+        others: where there are weights, too.
     """
 
     tensors: dict[str, Tensor]
     beside: dict[str, Any]
     notes: list[str]
+    place: str = ""
+    others: tuple[str, ...] = ()
 
 
-def find_weights(state: Any, place: str | None = None) -> Weights:
+def find_weights(state: Any, place: str | None = None, ignore: Sequence[str] = ()) -> Weights:
     """Find the weights in the contents of a file.
 
     Args:
         state: the contents.
         place: where they are, such as "ema" or "callbacks.ema", if that is known.
+        ignore: names of weights to leave out, with or without wrappers; * stands for any characters.
 
     Raises:
         CheckpointError: there are none, or there are several and none of them in a usual place.
     """
     places = dict(_places(state, ""))
     chosen = _choose(places, place)
-    notes = [f"the weights were taken from {chosen!r} in the file"] if chosen else []
+    notes = [f"the weights were taken from {quote(chosen)} in the file"] if chosen else []
     others = [name for name in places if name != chosen]
     if others:
-        notes.append(f"{', '.join(map(repr, others))} has weights too: not used (weights: {others[0]} takes them)")
+        notes.append(
+            f"{shorten_all(map(quote, others))} has weights too: not used (weights: {shorten(others[0])} takes them)"
+        )
     if ignored := [key for key in state if key not in places] if chosen and isinstance(state, dict) else []:
-        notes.append(f"not used: {', '.join(map(str, ignored))}")
+        notes.append(f"not used: {shorten_all(ignored)}")
     found = places[chosen]
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     if left := [name for name in found if name not in tensors]:
-        notes.append(f"no tensors, not used: {', '.join(left)}")
+        notes.append(f"no tensors, not used: {shorten_all(left)}")
+    tensors, left_out = _without(tensors, ignore)  # first: one that is not the model's may hide a common prefix
     tensors, stripped = strip_wrappers(tensors)
-    return Weights(tensors, state if chosen else {}, notes + stripped)
+    tensors, more = _without(tensors, ignore)
+    if left_out or more:
+        notes.append(f"not used, as the settings say: {shorten_all([*left_out, *more])}")
+    return Weights(tensors, state if chosen else {}, notes + stripped, chosen, tuple(others))
+
+
+def _without(tensors: dict[str, Tensor], patterns: Sequence[str]) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors whose names match no pattern, and the names of the others."""
+    names = {name for pattern in patterns for name in fnmatch.filter(tensors, pattern)}
+    return {name: tensor for name, tensor in tensors.items() if name not in names}, [n for n in tensors if n in names]
 
 
 def _places(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -85,8 +104,10 @@ def _places(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, dict[s
 def _choose(places: dict[str, dict[str, Any]], place: str | None) -> str:
     if place is not None:
         if place not in places:
-            found = ", ".join(repr(name) for name in places) or "none"
-            raise CheckpointError(f"there are no weights in {place!r}; there are: {found}", "another place for weights")
+            found = shorten_all(map(quote, places)) or "none"
+            raise CheckpointError(
+                f"there are no weights in {quote(place)}; there are: {found}", "another place for weights"
+            )
         return place
     if not places:
         raise CheckpointError(
@@ -98,7 +119,7 @@ def _choose(places: dict[str, dict[str, Any]], place: str | None) -> str:
     usual = [name for name in USUAL_PLACES if name in places]
     if not usual:
         raise CheckpointError(
-            f"the file has weights in several places: {', '.join(places)}",
+            f"the file has weights in several places: {shorten_all(places)}",
             "say which with weights, such as --weights ema",
         )
     return usual[0]
@@ -123,7 +144,7 @@ def strip_wrappers(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[
     if plain.keys() != found.keys():
         notes.append("stripped from names: '_orig_mod.'")
     if prefix := _common_prefix([*plain]):
-        notes.append(f"stripped from names: {prefix!r}")
+        notes.append(f"stripped from names: {quote(prefix)}")
     return {name.removeprefix(prefix): tensor for name, tensor in plain.items()}, notes
 
 

@@ -67,6 +67,14 @@ class CommandGroup(click.Group):
                 raise
             print_error(RequestError(f"the output could not be written: {problem.strerror}", "make room on the disk"))
             ctx.exit(RequestError.exit_code)
+        except MemoryError:
+            print_error(
+                RequestError(
+                    "this takes more memory than the process can get",
+                    "end other programs, allow it more (ulimit -v, the limit of its container), or smaller batches",
+                )
+            )
+            ctx.exit(RequestError.exit_code)
         except KeyboardInterrupt:
             click.echo(err=True)  # end the line that the terminal's ^C stands on
             ctx.exit(INTERRUPTED)

@@ -11,7 +11,7 @@ import click
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 POSITIONS = ("sinusoidal", "learned", "relative", "none")
 
-# Each is named as the setting in checkpoints/settings.py that it gives.
+# Each is named as the setting in checkpoints/settings.py that it gives; ignore_weights gives ignore.
 OPTIONS = (
     click.option(
         "--config",
@@ -51,6 +51,14 @@ OPTIONS = (
         help="A key of generation_config.json to leave out, such as guidance_scale; can be repeated.",
     ),
     click.option("--weights", metavar="PLACE", help='The place of the weights in the file, such as "ema".'),
+    click.option(
+        "--ignore-weights",
+        metavar="PATTERN",
+        multiple=True,
+        callback=lambda _context, _parameter, patterns: [*patterns] or None,
+        help="Weights of the file that the model does not use, by name; * stands for any characters, as in "
+        '"criterion.*". May be given several times; the notes of the bundle name what was left out.',
+    ),
 )
 
 
@@ -64,12 +72,17 @@ def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def given_settings(config: Path | None, options: dict[str, Any]) -> dict[str, Any]:
     """The settings of the file, if there is one, and of the options that were given, which go before.
 
+    Weights and keys to ignore are those of both.
+
     Raises:
         CheckpointError: the file is none of settings.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    if config is None:
-        return given
-    from tfm_export.checkpoints import read_settings
+    ignored = {"ignore": given.pop("ignore_weights", []), "ignore_generation": given.pop("ignore_generation", [])}
+    settings: dict[str, Any] = {}
+    if config is not None:
+        from tfm_export.checkpoints import read_settings
 
-    return {**read_settings(config), **given}
+        settings = read_settings(config)
+    given |= {name: [*settings.get(name, []), *names] for name, names in ignored.items() if names}
+    return {**settings, **given}

@@ -5,24 +5,34 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
 from tfm_export.cli.checkpoint_adapter import load_factory
-from tfm_export.cli.reports import table
-from tfm_export.errors import CheckpointError
+from tfm_export.cli.expect import read_expectations
+from tfm_export.cli.progress import Stopwatch
+from tfm_export.cli.reports import print_check, table
+from tfm_export.errors import CheckpointError, ParityError
 from tfm_export.extras import require
 
 if TYPE_CHECKING:
     from tfm_export.checkpoints import PartialCheckpoint, SourceModel
 
 
-def print_checkpoint(path: Path, settings: dict[str, Any], *, adapter: str | None = None, as_json: bool) -> None:
+def print_checkpoint(
+    path: Path,
+    settings: dict[str, Any],
+    *,
+    adapter: str | None = None,
+    expect: IO[str] | None = None,
+    as_json: bool,
+) -> None:
     """Print what a checkpoint tells; one that cannot be exported as it is makes the command fail.
 
     Raises:
         CheckpointError: it is of no known format, or naming what does not fit; after all else was printed.
+        ParityError: the user's own pairs do not come out as expected; after all else was printed.
     """
     require("torch", extra="export")
     from tfm_export.checkpoints import inspect_checkpoint, read_adapter
@@ -31,12 +41,37 @@ def print_checkpoint(path: Path, settings: dict[str, Any], *, adapter: str | Non
         state = _adapter_state(read_adapter(path, load_factory(adapter), settings), adapter)
     else:
         state = _checkpoint_state(inspect_checkpoint(path, settings))
+    wrong = None
+    if expect is not None and not state["problems"]:
+        state["expected"], wrong = _expected_state(path, settings, expect)
     if as_json:
         click.echo(json.dumps({"path": str(path), **state}, indent=2, ensure_ascii=False))
     else:
         _print(path, state)
     if state["problems"]:
         raise CheckpointError(state["problems"], "docs/checkpoints.md tells what is supported")
+    if wrong is not None:
+        raise wrong
+
+
+def _expected_state(path: Path, settings: dict[str, Any], expect: IO[str]) -> tuple[dict[str, Any], ParityError | None]:
+    """Whether the user's own pairs come out as expected, and what is wrong if they do not.
+
+    Raises:
+        CheckpointError: naming what is missing.
+    """
+    from tfm_export.checkpoints import read_checkpoint
+    from tfm_export.verify.reading import check_source
+
+    expectations = read_expectations(expect)
+    assert expectations is not None
+    source = read_checkpoint(path, settings)
+    with Stopwatch() as stopwatch:
+        try:
+            found = check_source(source, expectations, progress=stopwatch.begin)
+        except ParityError as error:
+            return {"passed": False, "problems": error.problems, "hint": error.hint}, error
+    return {"passed": True, **asdict(found), "text": found.text()}, None
 
 
 def _adapter_state(source: SourceModel, adapter: str) -> dict[str, Any]:
@@ -87,6 +122,8 @@ def _print(path: Path, state: dict[str, Any]) -> None:
         click.echo(table([["missing: say it with", ""], *rows]))
     elif not state["problems"]:
         click.echo("nothing is missing: tfm-export onnx takes it as it is")
+    if "expected" in state and state["expected"]["passed"]:
+        print_check(True, state["expected"]["text"])
 
 
 def _bracketed(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -12,6 +12,7 @@ from tfm_export.bundle import DEFAULT_PATH, MANIFEST, Bundle, Manifest
 from tfm_export.cli.checkpoint_adapter import adapter_option
 from tfm_export.cli.checkpoint_options import checkpoint_options, given_settings
 from tfm_export.cli.checkpoint_report import print_checkpoint
+from tfm_export.cli.expect import expect_option
 from tfm_export.cli.options import json_option
 from tfm_export.cli.reports import print_files, size_text, table
 from tfm_export.engines import ENCODER_PLAN, ENGINES, FLAVORS, plan_file, read_engine
@@ -23,8 +24,11 @@ from tfm_export.runtime.cpu.saturation import saturation_note
 @click.argument("path", metavar="[PATH]", type=click.Path(path_type=Path), default=DEFAULT_PATH, required=False)
 @checkpoint_options
 @adapter_option
+@expect_option
 @json_option
-def command(path: Path, as_json: bool, config: Path | None, adapter: str | None, **options: Any) -> None:
+def command(
+    path: Path, as_json: bool, config: Path | None, adapter: str | None, expect: IO[str] | None, **options: Any
+) -> None:
     """Show the contents of a bundle (./tfm_bundle), or which settings a checkpoint contains and which it lacks.
 
     For a bundle: its model, limits, variants, files, golden inputs and tools; every file is compared with the hash in
@@ -35,16 +39,22 @@ def command(path: Path, as_json: bool, config: Path | None, adapter: str | None,
     Example:
       tfm-export inspect my_bundle
       tfm-export inspect checkpoint.pt --heads 8
+      tfm-export inspect checkpoint.pt --heads 8 --expect pairs.tsv
       tfm-export inspect model.pt --adapter my_adapter.py:load
+
+    With --expect, ends with exit code 3 if the pairs do not come out as expected.
     """
     if (
         adapter is not None
         or path.is_file()
         or (path.is_dir() and not (path / MANIFEST).exists() and (path / "config.json").exists())
     ):
-        print_checkpoint(path, given_settings(config, options), adapter=adapter, as_json=as_json)
+        if adapter is not None and expect is not None:
+            raise click.UsageError("--expect has no effect with --adapter here: onnx and verify take both")
+        print_checkpoint(path, given_settings(config, options), adapter=adapter, expect=expect, as_json=as_json)
         return
-    if given := [name for name, value in {"config": config, **options}.items() if value is not None]:
+    given_options = {"config": config, "expect": expect, **options}
+    if given := [name for name, value in given_options.items() if value is not None]:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
         raise click.UsageError(f"{names}: for checkpoints, and {path} is none")
     inspect_bundle(path, as_json=as_json)
@@ -81,8 +91,8 @@ def variants_table(bundle: Bundle) -> str:
         rows.append(
             [
                 name + (" (auto)" if name == auto else ""),
-                facts["weights"] + _range_text(facts),
-                facts["compute"],
+                facts.get("weights", "") + _range_text(facts),
+                facts.get("compute", ""),
                 facts.get("target", ""),
                 facts.get("quantized", ""),
                 "" if facts.get("agreement") is None else f"{facts['agreement']:.1%}",

@@ -118,7 +118,7 @@ class Job:
         answer = decoded.answer
         texts = answer.texts or [" ".join(map(str, hypothesis.tokens)) for hypothesis in answer.hypotheses]
         for text, hypothesis in zip(texts, answer.hypotheses, strict=True):
-            yield f"{decoded.number}\t{hypothesis.score:.4f}\t{text}" if self._numbered else text
+            yield f"{decoded.number}\t{hypothesis.rank:.4f}\t{text}" if self._numbered else text
 
     def _state(self, decoded: DecodedLine) -> dict[str, Any]:
         answer = decoded.answer

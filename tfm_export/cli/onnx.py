@@ -10,10 +10,11 @@ import click
 from tfm_export.bundle import DEFAULT_PATH
 from tfm_export.cli.checkpoint_adapter import adapter_option, load_factory
 from tfm_export.cli.checkpoint_options import checkpoint_options, given_settings
+from tfm_export.cli.expect import expect_option, read_expectations
 from tfm_export.cli.files import read_texts
 from tfm_export.cli.options import force_option, json_option
 from tfm_export.cli.progress import Stopwatch
-from tfm_export.cli.reports import print_files, print_verdict
+from tfm_export.cli.reports import print_files, print_reading, print_verdict
 from tfm_export.extras import require, require_onnxruntime
 
 
@@ -33,6 +34,7 @@ from tfm_export.extras import require, require_onnxruntime
     help="Real source texts, one per line, to verify with and to store as golden inputs; by default these are random "
     "ids. For a model without a tokenizer: ids separated by spaces, one source per line.",
 )
+@expect_option
 @click.option("--max-source-length", type=click.IntRange(min=1), help="Longest source in tokens, end token included.")
 @click.option("--max-target-length", type=click.IntRange(min=1), help="Longest target in tokens, end token included.")
 @click.option(
@@ -57,6 +59,7 @@ def command(
     checkpoint: Path,
     output: Path,
     inputs: IO[str] | None,
+    expect: IO[str] | None,
     max_source_length: int | None,
     max_target_length: int | None,
     attention: bool,
@@ -76,9 +79,11 @@ def command(
 
     \b
     Example:
+      tfm-export onnx checkpoint.pt --expect pairs.tsv -o tfm_bundle
       tfm-export onnx checkpoint.pt --inputs lines.txt -o tfm_bundle
 
-    Ends with exit code 3, and writes no bundle, if the results of the graphs differ from PyTorch's.
+    Ends with exit code 3, and writes no bundle, if the results of the graphs differ from PyTorch's, or if the pairs of
+    --expect do not come out as expected; the error then names settings with which they do.
     """
     if attention_layer is not None and not attention:
         raise click.UsageError("--attention-layer has no effect without --attention")
@@ -94,7 +99,8 @@ def command(
             settings=given_settings(config, options),
             adapter=None if adapter is None else load_factory(adapter),
             inputs=None if inputs is None else read_texts(inputs),
-            made_from=[] if inputs is None else [Path(inputs.name)],
+            expectations=read_expectations(expect),
+            made_from=[Path(file.name) for file in (inputs, expect) if file is not None],
             max_source_length=max_source_length,
             max_target_length=max_target_length,
             attention_layer=(-1 if attention_layer is None else attention_layer) if attention else None,
@@ -117,5 +123,6 @@ def command(
         click.echo(f"{output}: written, not verified")
     else:
         print_verdict(report)
+        print_reading(report)
     if generated is not None:
         print_verdict(generated)

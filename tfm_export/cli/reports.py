@@ -58,6 +58,8 @@ def print_verdict(report: ParityReport) -> None:
         click.echo(f"    best token as in float64 in {report.argmax_agreement:.2%} of the steps")
     kind = "synthetic inputs" if report.synthetic else "real inputs"
     print_generations(report.generations, kind)
+    if report.expected is not None:
+        print_check(report.expected.passed, report.expected.text())
     if report.synthetic:
         click.echo(
             f"note: golden inputs are random ids; --inputs FILE gives real ones, which say more{_unjudged(report)}"
@@ -65,6 +67,11 @@ def print_verdict(report: ParityReport) -> None:
     for note in report.notes:
         click.echo(f"note: {note}")
     click.secho("parity: passed" if report.passed else "parity: FAILED", fg="green" if report.passed else "red")
+
+
+def print_reading(report: ParityReport) -> None:
+    """What says that the checkpoint was read as the user's model is, and what does not."""
+    click.echo(f"reading: {report.reading}")
 
 
 def _print_tensors(what: str, tensors: Sequence[TensorComparison]) -> None:

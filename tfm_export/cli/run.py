@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -27,8 +28,9 @@ from tfm_export.cli.options import (
     variant_option,
 )
 from tfm_export.cli.progress import ProgressBar
-from tfm_export.errors import RequestError
+from tfm_export.errors import BundleError, RequestError
 from tfm_export.extras import require
+from tfm_export.quotation import shorten
 from tfm_export.runtime.threads import MOST_THREADS, usable_cpus
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from tfm_export.runtime.backends import Backend
 
 BATCHES_AT_ONCE = 4  # more sort better by length, fewer show results and progress earlier
+# An argument that is meant as a path, though nothing is there: one word with a separator, or with a usual ending.
+PATH_LIKE = re.compile(r"^\S*([/\\]\S*|_bundle|\.(txt|tsv|csv|jsonl?|pt|pth|bin|npz|onnx|safetensors))$|^~\S*$")
 JSON_ONLY = ("return_attention", "return_logits_vocab", "return_scores")  # there is no room for them in a line of text
 
 
@@ -115,9 +119,11 @@ def command(
     """Decode TEXTs, or the lines of a file or of standard input, and print the results in order, one per line.
 
     The first argument is the BUNDLE if it is a folder with a bundle; otherwise it is a text like the others, and
-    ./tfm_bundle is the bundle. A line that cannot be decoded is reported on standard error with its number; the other
-    lines are still printed, and the exit code is 1. Files may be of any size. With several hypotheses, each line of
-    output has the number of the source text, the score and the target text, separated by tabs.
+    ./tfm_bundle is the bundle. Arguments that name a file or a folder are refused, and so is a first argument that
+    looks like a path (one word with a slash, or with an ending such as .txt or _bundle) where there is nothing: with
+    --bundle, every argument is a text. A line that cannot be decoded is reported on standard error with its number;
+    the other lines are still printed, and the exit code is 1. Files may be of any size. With several hypotheses, each
+    line of output has the number of the source text, the score and the target text, separated by tabs.
 
     \b
     Example:
@@ -130,6 +136,7 @@ def command(
     path, texts = split_arguments(arguments, bundle)
     fields = decoding_fields(decoding, targets_are_ids=ids)
     _check_usage(fields, texts=texts, given=input_file, stream=stream, as_json=as_json, picture=picture)
+    _check_bundle(path, texts)
     refuse_to_replace(output, output and partial_path(output), picture, force=force)
     _check_streams(output, input_file, needs_input=not texts)
     if picture is not None:
@@ -181,12 +188,47 @@ def _idle_cpus(model: Model) -> int:
 
 
 def split_arguments(arguments: Sequence[str], bundle: Path | None) -> tuple[Path, Sequence[str]]:
-    """Which argument is the bundle, and which are texts."""
+    """Which argument is the bundle, and which are texts.
+
+    Raises:
+        RequestError: one that would be a text is a file or a folder.
+        BundleError: the first looks like a path, and nothing is there.
+    """
     if bundle is not None:
         return bundle, arguments
-    if arguments and os.path.isfile(Path(arguments[0]) / MANIFEST):  # a text may be too long for a path
-        return Path(arguments[0]), arguments[1:]
-    return DEFAULT_PATH, arguments
+    if arguments and _is_bundle(arguments[0]):
+        path, texts = Path(arguments[0]), arguments[1:]
+    else:
+        path, texts = DEFAULT_PATH, arguments
+    if problems := [problem for text in texts if (problem := _path_problem(text))]:
+        raise RequestError(
+            problems, f'--inputs FILE for the lines of a file; --bundle {path} "TEXT" where a text is meant'
+        )
+    if arguments and texts is arguments and PATH_LIKE.search(arguments[0]):
+        hint = f'the path of a bundle; --bundle {path} "TEXT" where a text is meant'
+        raise BundleError(f"there is no bundle {shorten(arguments[0])}", hint)
+    return path, texts
+
+
+def _check_bundle(path: Path, texts: Sequence[str]) -> None:
+    """Say of which argument there is no bundle, if there is none."""
+    if path == DEFAULT_PATH and texts and not _is_bundle(str(path)):
+        raise BundleError(
+            f"there is no bundle {shorten(texts[0])}, and {path} is not a bundle that could decode it as a text",
+            "the path of a bundle; tfm-export onnx CHECKPOINT makes one",
+        )
+
+
+def _is_bundle(argument: str) -> bool:
+    return os.path.isfile(os.path.join(argument, MANIFEST))  # a text may be too long for a path
+
+
+def _path_problem(text: str) -> str | None:
+    """What an argument is that names something on the disk; None for a text."""
+    if not os.path.exists(text):
+        return None
+    what = "a bundle too" if _is_bundle(text) else "a folder without bundle.json" if os.path.isdir(text) else "a file"
+    return f"{shorten(text)} is {what}: it is not decoded as a text"
 
 
 def _check_streams(output: Path | None, given: BinaryIO | None, *, needs_input: bool) -> None:

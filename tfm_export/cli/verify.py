@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
 from tfm_export.bundle import Bundle
 from tfm_export.cli.checkpoint_adapter import adapter_option, load_factory
+from tfm_export.cli.expect import expect_option, read_expectations
 from tfm_export.cli.options import bundle_argument, json_option, threads_option
 from tfm_export.cli.progress import Stopwatch
-from tfm_export.cli.reports import print_verdict
+from tfm_export.cli.reports import print_reading, print_verdict
 from tfm_export.errors import ParityError
 from tfm_export.extras import require, require_onnxruntime
 from tfm_export.graph import GENERATE
 from tfm_export.runtime.cpu.saturation import generate_graph_problem, saturation_note
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tfm_export.checkpoints import SourceModel
+    from tfm_export.verify import ParityReport
 
 
 @click.command("verify")
@@ -29,6 +37,7 @@ from tfm_export.runtime.cpu.saturation import generate_graph_problem, saturation
     type=click.IntRange(min=0),
     help="The number of a GPU: verify the engines and ONNX graphs that run on it, instead of the graphs on the CPU.",
 )
+@expect_option
 @adapter_option
 @threads_option
 @json_option
@@ -36,6 +45,7 @@ def command(
     bundle: Path,
     checkpoint: Path | None,
     gpu: int | None,
+    expect: IO[str] | None,
     adapter: str | None,
     threads: int | None,
     as_json: bool,
@@ -45,45 +55,49 @@ def command(
     \b
     Example:
       tfm-export verify tfm_bundle --checkpoint checkpoint.pt
+      tfm-export verify tfm_bundle --expect pairs.tsv
       tfm-export verify tfm_bundle --gpu 0
 
-    Ends with exit code 3 if the results of the bundle differ from PyTorch's.
+    Ends with exit code 3 if the results of the bundle differ from PyTorch's, or if the pairs of --expect do not come
+    out as expected; with --checkpoint, the error then names settings with which they do.
     """
     if adapter is not None and checkpoint is None:
         raise click.UsageError("--adapter has no effect without --checkpoint")
     opened = Bundle.open(bundle)
     require_onnxruntime()
-    reference, has_decode = None, None
-    if checkpoint is not None:
-        require("torch", extra="export")
-        from tfm_export.checkpoints import Adapter, read_adapter, read_checkpoint
-
-        # What its file does not say is what was said when it was exported.
-        settings = opened.manifest.model.get("settings")
-        if adapter is None:
-            reference = read_checkpoint(checkpoint, settings).model
-        else:
-            reference = read_adapter(checkpoint, load_factory(adapter), settings).model
-            has_decode = isinstance(reference, Adapter) and reference.has_decode
+    expectations = read_expectations(expect)
+    source = None if checkpoint is None else _read(checkpoint, adapter, opened.manifest.model.get("settings"))
+    reference = None if source is None else source.model
     from tfm_export.verify import (
         PARITY,
         PARITY_GPU,
-        adapter_hint,
+        explain_pairs,
         reports_json,
         verify_gpu,
         verify_variant,
         write_reports,
     )
 
-    left_out: list[str] = []
+    left_out, wrong = list[str](), None
     with Stopwatch() as stopwatch:
         if gpu is not None:
-            reports, left_out = verify_gpu(opened, gpu, reference=reference, progress=stopwatch.begin)
+            reports, left_out = verify_gpu(
+                opened, gpu, reference=reference, expectations=expectations, progress=stopwatch.begin
+            )
         else:
             reports = [
-                verify_variant(opened, name, reference=reference, threads=threads, progress=stopwatch.begin)
+                verify_variant(
+                    opened,
+                    name,
+                    reference=reference,
+                    expectations=expectations,
+                    threads=threads,
+                    progress=stopwatch.begin,
+                )
                 for name in opened.manifest.variants
             ]
+        if source is not None and expectations is not None:
+            wrong = explain_pairs(opened, source, reports, expectations, progress=stopwatch.begin)
     for note in [*(_notes(opened) if gpu is None else []), *(f"not judged: {reason}" for reason in left_out)]:
         click.echo(f"note: {note}", err=True)
     try:
@@ -95,13 +109,37 @@ def command(
     else:
         for report in reports:
             print_verdict(report)
+        if reports:
+            print_reading(reports[0])
+    if wrong is not None:
+        raise wrong
+    _verdict(reports, source, gpu=gpu is not None)
+
+
+def _read(checkpoint: Path, adapter: str | None, settings: dict[str, Any] | None) -> SourceModel:
+    """The checkpoint as it was read when it was exported: what its file does not say was said then."""
+    require("torch", extra="export")
+    from tfm_export.checkpoints import read_adapter, read_checkpoint
+
+    if adapter is None:
+        return read_checkpoint(checkpoint, settings)
+    return read_adapter(checkpoint, load_factory(adapter), settings)
+
+
+def _verdict(reports: Sequence[ParityReport], source: SourceModel | None, *, gpu: bool) -> None:
+    """Fail where a report has.
+
+    Raises:
+        ParityError: naming every failure.
+    """
     problems = [
-        f"{report.variant if gpu is None else report.backend}: {problem}"
-        for report in reports
-        for problem in report.problems()
+        f"{report.backend if gpu else report.variant}: {problem}" for report in reports for problem in report.problems()
     ]
     if problems:
+        from tfm_export.verify import adapter_hint
+
         failed = next(report for report in reports if not report.passed)
+        has_decode = None if source is None else getattr(source.model, "has_decode", None)
         hint = failed.hint if has_decode is None else adapter_hint(failed, has_decode=has_decode)
         raise ParityError(problems, hint)
 

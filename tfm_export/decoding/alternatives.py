@@ -99,6 +99,6 @@ def _likely(result: Result, least: float) -> Result:
 
 def _joined(first: Hypothesis, onward: Result) -> Result:
     """A branch as if it had been searched for from its alternative on."""
-    (rest,), place, log_prob = onward.hypotheses, len(first.tokens) - 1, first.score
+    (rest,), place, log_prob = onward.hypotheses, len(first.tokens) - 1, first.rank
     log_probs = rest.log_probs and [*rest.log_probs[:place], log_prob, *rest.log_probs[place + 1 :]]
-    return replace(onward, hypotheses=[replace(rest, score=rest.score + log_prob, log_probs=log_probs)])
+    return replace(onward, hypotheses=[replace(rest, score=rest.rank + log_prob, log_probs=log_probs)])

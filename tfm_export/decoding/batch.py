@@ -64,6 +64,10 @@ class Batch:
         self._spare: Mask = np.zeros((0, width, 0), np.bool_)
         self._index: Ids = np.arange(0)
 
+    def allow(self, longest: int) -> None:
+        """Let rows have so many slots."""
+        self._longest = max(self._longest, longest)
+
     # What the search reads and steers.
 
     @property

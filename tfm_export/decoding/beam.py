@@ -48,7 +48,7 @@ class Beam(Search):
     """Keeps the K best hypotheses of every sentence.
 
     Args:
-        context: what holds for every request.
+        context: what holds for the search's rows.
     """
 
     def __init__(self, context: SearchContext) -> None:
@@ -63,19 +63,19 @@ class Beam(Search):
         None where the backend ranks no beams, or something is done between two steps: scores are changed, whole
         distributions are kept, or, under Hugging Face's rule, a search ends since its live hypotheses get worse.
         """
-        if not batch.can_step_beams or self._options.return_logits_vocab or self._top.wanted > self._context.offered:
+        if not batch.can_step_beams or self._options.return_logits_vocab or self._top.wanted > self.context.offered:
             return None
         watched = self._options.rules.stop_rule == "huggingface"
         if any(state.edits or (watched and state.finished) for state in batch.live):
             return None
-        steps = self._context.longest - max(batch.histories.length[batch.rows].tolist())
-        taken, output = batch.step_beams(steps, np.array(self._context.end_ids), interrupted)
+        steps = self.context.longest - max(batch.histories.length[batch.rows].tolist())
+        taken, output = batch.step_beams(steps, np.array(self.context.end_ids), interrupted)
         self._top.plan(None)
-        return taken, self.advance(batch, output)
+        return taken, self.advance(batch, output, batch.rows)
 
-    def advance(self, batch: Batch, output: StepOutput) -> Ended:
-        """Extend the hypotheses of every row that is ready, and name the rows that came to their end."""
-        context, histories, ready = self._context, batch.histories, batch.ready
+    def advance(self, batch: Batch, output: StepOutput, ready: Ids) -> Ended:
+        """Extend the hypotheses of each of the rows, and name those that came to their end."""
+        context, histories = self.context, batch.histories
         first = self._width - output.top_ids.shape[1]  # after a prompt there is one query, that of the last hypothesis
         values, ids = self._top.best(output, ready)  # [R, Q, M]
         # Each [R, M'], the best first.
@@ -87,7 +87,7 @@ class Beam(Search):
         ended = (context.is_end(tokens) & (sums > -np.inf)) | full[:, None]
         if self._options.return_logits_vocab:
             self._keep_distributions(output, ready, batch)
-        self._set_aside(batch, ended, sums, parents, tokens, gained)
+        self._set_aside(batch, ready, ended, sums, parents, tokens, gained)
         # Each [R, K]: the best that have not ended live on.
         place, chosen = np.arange(len(ready))[:, None], np.argsort(ended, axis=1, kind="stable")[:, : self._width]
         sums = np.where(ended, -np.inf, sums)[place, chosen]
@@ -103,7 +103,7 @@ class Beam(Search):
     def _refuse_dead_ends(self, sums: Doubles, ready: Ids, batch: Batch) -> None:
         lost = ready[sums[:, 0] == -np.inf].tolist()
         if lost and not all(batch.live[row].finished for row in lost):
-            self._context.check_possible(sums[:, 0], ready, batch)
+            self.context.check_possible(sums[:, 0], ready, batch)
 
     def _silence_ends_after_prefix(self, sums: Doubles, tokens: Ids, ready: Ids, batch: Batch) -> None:
         """Under CTranslate2's rule, right after a forced prefix only the best candidate may end; others die there."""
@@ -112,23 +112,30 @@ class Beam(Search):
         length, prefix = batch.histories.length[ready], batch.histories.prefix[ready]
         begins = (prefix > 0) & (length == prefix)
         if begins.any():
-            silenced = self._context.is_end(tokens) & begins[:, None]
+            silenced = self.context.is_end(tokens) & begins[:, None]
             silenced[:, 0] = False
             sums[silenced] = -np.inf
 
     def _set_aside(
-        self, batch: Batch, ended: NDArray[np.bool_], sums: Doubles, parents: Ids, tokens: Ids, gained: Scores
+        self,
+        batch: Batch,
+        ready: Ids,
+        ended: NDArray[np.bool_],
+        sums: Doubles,
+        parents: Ids,
+        tokens: Ids,
+        gained: Scores,
     ) -> None:
         """Keep those of the first K extensions that have come to an end, in order, of equals the first."""
         places, ranks = np.nonzero(ended[:, : self._width] & (sums[:, : self._width] > -np.inf))
         if not places.size:
             return
-        found = (batch.ready[places], ranks, *(array[places, ranks] for array in (parents, tokens, gained)))
+        found = (ready[places], ranks, *(array[places, ranks] for array in (parents, tokens, gained)))
         for row, rank, parent, token, value in zip(*(array.tolist() for array in found), strict=True):
             state = batch.live[row]
             state.top_finished |= rank == 0
-            state.finished.append(self._context.hypothesis(batch, row, parent, ([token], [value])))
-            state.finished.sort(key=lambda hypothesis: -hypothesis.score)
+            state.finished.append(self.context.hypothesis(batch, row, parent, ([token], [value])))
+            state.finished.sort(key=lambda hypothesis: -hypothesis.rank)
 
     def _at_their_end(self, batch: Batch, ready: Ids, full: NDArray[np.bool_]) -> Ended:
         done, histories = [], batch.histories
@@ -137,7 +144,7 @@ class Beam(Search):
             state = batch.live[row]
             if not (state.finished or is_full or best == -np.inf):
                 continue
-            prefix = self._context.counted_prefix(int(histories.prefix[row]))
+            prefix = self.context.counted_prefix(int(histories.prefix[row]))
             if self._needs_no_more(state, best, int(histories.length[row]), prefix):
                 done.append((row, Reason.LENGTH if is_full else Reason.END))
         return done
@@ -162,8 +169,8 @@ class Beam(Search):
         if len(finished) < o.beam_size or rules.early_stopping is True:
             return len(finished) >= o.beam_size
         if rules.early_stopping == "never" and o.length_penalty > 0:
-            length = self._context.longest
-        return best_live / o.divisor(length, prefix) <= finished[-1].score
+            length = self.context.longest
+        return best_live / o.divisor(length, prefix) <= finished[-1].rank
 
     def _keep_distributions(self, output: StepOutput, ready: Ids, batch: Batch) -> None:
         queries = output.top_ids.shape[1]
@@ -194,6 +201,6 @@ class Beam(Search):
         """What has finished in a row; while there is not enough of that, the live ones too."""
         found = list(batch.live[row].finished)
         if len(found) < self._options.num_hypotheses:
-            live = [self._context.hypothesis(batch, row, beam) for beam in self._live(batch, row)]
-            found += sorted(live, key=lambda hypothesis: -hypothesis.score)
+            live = [self.context.hypothesis(batch, row, beam) for beam in self._live(batch, row)]
+            found += sorted(live, key=lambda hypothesis: -hypothesis.rank)
         return found[: self._options.num_hypotheses]

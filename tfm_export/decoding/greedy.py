@@ -18,7 +18,7 @@ class Greedy(Search):
     """Appends the best token of every step, or one that is drawn.
 
     Args:
-        context: what holds for every request.
+        context: what holds for the search's rows.
     """
 
     def __init__(self, context: SearchContext) -> None:
@@ -27,21 +27,20 @@ class Greedy(Search):
 
     def run_ahead(self, batch: Batch, interrupted: Callable[[], bool]) -> tuple[int, Ended] | None:
         """Take several steps in one go until a row comes to its end; None where something is done between two steps."""
-        o, rows, ends = self._options, batch.rows, self._context.end_ids
+        o, rows, ends = self._options, batch.rows, self.context.end_ids
         if not batch.can_step_greedily or o.samples or o.return_logits_vocab or any(s.edits for s in batch.live):
             return None
         taken, tokens = batch.step_greedily(
-            self._context.longest - max(batch.histories.length[rows].tolist()),
+            self.context.longest - max(batch.histories.length[rows].tolist()),
             lambda tokens: any(token in ends for token in tokens) or interrupted(),
         )
         return taken, self._at_their_end(batch, rows, tokens)
 
-    def advance(self, batch: Batch, output: StepOutput) -> Ended:
-        """Append a token to every row that is ready, and name the rows that came to their end."""
-        ready = batch.ready
+    def advance(self, batch: Batch, output: StepOutput, ready: Ids) -> Ended:
+        """Append a token to each of the rows, and name those that came to their end."""
         values, ids = self._top.best(output, ready)  # [R, Q, M]; what follows is in the last query
         if self._top.edited:
-            self._context.check_possible(values[:, -1, 0], ready, batch)
+            self.context.check_possible(values[:, -1, 0], ready, batch)
         values, tokens = self._draw(values[:, -1], ids[:, -1], ready, batch)  # [R]
         if self._options.return_logits_vocab:
             for row in ready.tolist():
@@ -50,7 +49,7 @@ class Greedy(Search):
         return self._at_their_end(batch, ready, tokens)
 
     def _at_their_end(self, batch: Batch, ready: Ids, tokens: Ids) -> Ended:
-        ends, longest, lengths = self._context.end_ids, self._context.longest, batch.histories.length[ready]
+        ends, longest, lengths = self.context.end_ids, self.context.longest, batch.histories.length[ready]
         return [
             (row, Reason.END if token in ends else Reason.LENGTH)
             for row, token, length in zip(ready.tolist(), tokens.tolist(), lengths.tolist(), strict=True)
@@ -74,4 +73,4 @@ class Greedy(Search):
 
     def hypotheses(self, batch: Batch, row: int) -> list[Hypothesis]:
         """What a row has come to."""
-        return [self._context.hypothesis(batch, row, 0)]
+        return [self.context.hypothesis(batch, row, 0)]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 from tfm_export.bundle import SpecialIds
 from tfm_export.decoding.request import are_ids
 from tfm_export.errors import RequestError
+from tfm_export.quotation import quote
 
 if TYPE_CHECKING:
     from tfm_export.decoding.constraints import Constraint
@@ -161,8 +162,9 @@ class DecodeOptions:
     def __post_init__(self) -> None:
         if problems := [*_wrong_types(self)] or [*_out_of_range(self), *_wrong_parts(self), *_contradictions(self)]:
             raise RequestError(problems)
-        for name in ("target_prefix", "start_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty"):
-            if (value := getattr(self, name)) is not None:
+        sequences = ("target_prefix", "start_tokens", "end_token", "begin_suppress_tokens")
+        for name in (*sequences, "exponential_decay_length_penalty"):
+            if (value := getattr(self, name)) is not None and not isinstance(value, numbers.Integral):
                 object.__setattr__(self, name, tuple(value))
         object.__setattr__(self, "suppress_sequences", tuple(tuple(sequence) for sequence in self.suppress_sequences))
         # The last of two numbers for the same sequence holds, as in Hugging Face's processor.
@@ -193,6 +195,15 @@ class DecodeOptions:
     def samples(self) -> bool:
         """Whether tokens are drawn."""
         return self.sampling_topk != 1 and self.sampling_temperature != 0
+
+    @property
+    def batch_shape(self) -> tuple[int, int, str, int]:
+        """What requests have in common that are decoded in one batch; all other options may be each one's own.
+
+        beam_size, max_batch_size, batch_type, and, where attention is kept, how many tokens the decoder starts from.
+        """
+        start = len(self.start_tokens or [0]) if self.needs_attention else 0
+        return self.beam_size, self.max_batch_size, self.batch_type, start
 
     @property
     def attention_options(self) -> list[str]:
@@ -260,20 +271,20 @@ def _wrong_types(o: DecodeOptions) -> Iterator[str]:
         kind, what = kinds.get(str(field.type).removesuffix(" | None"), (object, ""))
         value = getattr(o, field.name)
         if not isinstance(value, kind) and (value is not None or field.default is not None):
-            yield f"{field.name} must be {what}, found {value!r}"
+            yield f"{field.name} must be {what}, found {quote(value)}"
     for name in ("target_prefix", "start_tokens", "begin_suppress_tokens", "end_token"):
         value = getattr(o, name)
         if value is not None and not (are_ids(value) or (name == "end_token" and isinstance(value, numbers.Integral))):
-            yield f"{name} must be ids, found {value!r}"
+            yield f"{name} must be ids, found {quote(value)}"
     sequences: object = o.suppress_sequences
     if not isinstance(sequences, Iterable) or not all(map(are_ids, sequences)):
-        yield f"suppress_sequences must be sequences of ids, found {sequences!r}"
+        yield f"suppress_sequences must be sequences of ids, found {quote(sequences)}"
     biases: object = o.sequence_bias
     if not isinstance(biases, Iterable) or not all(map(_is_bias, pairs(biases))):
-        yield f"sequence_bias must be pairs of a sequence of ids and a number, found {biases!r}"
+        yield f"sequence_bias must be pairs of a sequence of ids and a number, found {quote(biases)}"
     decay: object = o.exponential_decay_length_penalty
     if decay is not None and not _is_decay(decay):
-        yield f"exponential_decay_length_penalty must be an integer and a number, found {decay!r}"
+        yield f"exponential_decay_length_penalty must be an integer and a number, found {quote(decay)}"
 
 
 def _is_bias(pair: object) -> bool:
@@ -297,7 +308,7 @@ def _out_of_range(o: DecodeOptions) -> Iterator[str]:
             yield f"{name} must be at most {most}, found {value}"
     for name, allowed in CHOICES.items():
         if getattr(o, name) not in allowed:
-            yield f"{name} must be one of {', '.join(map(repr, allowed))}, found {getattr(o, name)!r}"
+            yield f"{name} must be one of {', '.join(map(quote, allowed))}, found {quote(getattr(o, name))}"
     within = {
         "patience": (0 < o.patience < math.inf, "above 0"),
         "repetition_penalty": (0 < o.repetition_penalty < math.inf, "above 0"),

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from numpy.random import Generator
 
@@ -16,7 +16,11 @@ from tfm_export.decoding.constraints import Constraint
 from tfm_export.decoding.result import Hypothesis, Reason
 from tfm_export.decoding.source_rules import NO_SOURCE_RULES, SourceRules
 from tfm_export.errors import RequestError
+from tfm_export.quotation import quote
 from tfm_export.runtime.step_model import Floats
+
+if TYPE_CHECKING:
+    from tfm_export.decoding.search import Search
 
 
 class Cancellation(Protocol):
@@ -80,16 +84,16 @@ class Request:
         check_ending(self.deadline, self.cancelled)
         admitted: object = self.admitted
         if admitted is not None and not (isinstance(admitted, numbers.Real) and math.isfinite(admitted)):
-            raise RequestError(f"admitted must be a time of time.perf_counter(), found {admitted!r}")
+            raise RequestError(f"admitted must be a time of time.perf_counter(), found {quote(admitted)}")
         if not are_ids([self.priority]):
-            raise RequestError(f"priority must be an integer, found {self.priority!r}")
+            raise RequestError(f"priority must be an integer, found {quote(self.priority)}")
         if self.on_tokens is not None and not callable(self.on_tokens):
-            raise RequestError(f"on_tokens must be a function of a list of tokens, found {self.on_tokens!r}")
+            raise RequestError(f"on_tokens must be a function of a list of tokens, found {quote(self.on_tokens)}")
         seed: object = self.seed
         if seed is not None and not (isinstance(seed, numbers.Integral) and 0 <= int(seed) < 2**63):
-            raise RequestError(f"seed must be an integer from 0 to {2**63 - 1}, found {seed!r}")
+            raise RequestError(f"seed must be an integer from 0 to {2**63 - 1}, found {quote(seed)}")
         if self.target_prefix is not None and not are_ids(self.target_prefix):
-            raise RequestError(f"target_prefix must be ids, found {self.target_prefix!r}")
+            raise RequestError(f"target_prefix must be ids, found {quote(self.target_prefix)}")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -98,6 +102,7 @@ class RequestState:
 
     Attributes:
         number: the session's own, in the order in which requests were added.
+        search: what chooses its tokens.
         request: as it came.
         forced: the tokens that the target begins with.
         wished: the tokens that prefix_bias_beta draws it to.
@@ -116,6 +121,7 @@ class RequestState:
     """
 
     number: int
+    search: Search
     request: Request
     forced: tuple[int, ...]
     wished: tuple[int, ...]
@@ -166,6 +172,6 @@ def check_ending(deadline: object, cancelled: object) -> None:
     """
     most = sys.float_info.max
     if deadline is not None and not (isinstance(deadline, numbers.Real) and (deadline <= most or deadline == math.inf)):
-        raise RequestError(f"deadline must be a number of seconds, found {deadline!r}")
+        raise RequestError(f"deadline must be a number of seconds, found {quote(deadline)}")
     if cancelled is not None and not callable(getattr(cancelled, "is_set", None)):
-        raise RequestError(f"cancelled must have is_set(), as a threading.Event has, found {cancelled!r}")
+        raise RequestError(f"cancelled must have is_set(), as a threading.Event has, found {quote(cancelled)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -31,7 +32,8 @@ class Hypothesis:
     Attributes:
         tokens: target ids, the forced prefix included, without the start token; the end token only where the options
             ask for it.
-        score: the sum of log_probs, divided as the options' length formula says.
+        score: the sum of log_probs, divided as the options' length formula says; None if the request was given up
+            before anything was decoded.
         log_probs: the log-probability of each token and of the end token, if it came; 0 where a token was forced.
             None where the options do not want them.
         finished: an end token came.
@@ -42,11 +44,16 @@ class Hypothesis:
     """
 
     tokens: list[int]
-    score: float
+    score: float | None
     log_probs: list[float] | None
     finished: bool
     distributions: NDArray[np.float32] | None = None
     attention: NDArray[np.float32] | None = None
+
+    @property
+    def rank(self) -> float:
+        """What hypotheses are compared by: the score, -inf where there is none."""
+        return -math.inf if self.score is None else self.score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +91,8 @@ class Result:
         return self.hypotheses[0].tokens
 
     @property
-    def score(self) -> float:
-        """The score of the best hypothesis."""
+    def score(self) -> float | None:
+        """The score of the best hypothesis; None if the request was given up before anything was decoded."""
         return self.hypotheses[0].score
 
 
@@ -95,7 +102,7 @@ def merged(results: Sequence[Result], *, keep_order: bool = False) -> Result:
         return results[0]
     best = [hypothesis for result in results for hypothesis in result.hypotheses]
     if not keep_order:
-        best.sort(key=lambda hypothesis: -hypothesis.score)
+        best.sort(key=lambda hypothesis: -hypothesis.rank)
     costs = [result.statistics for result in results]
     statistics = Statistics(
         steps=sum(cost.steps for cost in costs),

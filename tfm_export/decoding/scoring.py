@@ -11,6 +11,7 @@ from tfm_export.decoding.batch import padded
 from tfm_export.decoding.checks import ids_beyond, source_problems
 from tfm_export.decoding.request import are_ids
 from tfm_export.errors import RequestError
+from tfm_export.quotation import quote
 from tfm_export.runtime.step_model import LARGEST_STEP, Floats, Ids, StepModel
 
 
@@ -50,7 +51,7 @@ def score(
     """
     kinds = {"sources": sources, "targets": targets}
     problems = [
-        f"{name} must be sequences of ids (integers), found {ids!r} at place {number}"
+        f"{name} must be sequences of ids (integers), found {quote(ids)} at place {number}"
         for name, sequences in kinds.items()
         for number, ids in enumerate(sequences)
         if not are_ids(ids)

@@ -1,4 +1,4 @@
-"""What greedy and beam search share: what holds for every request of a session, and what each of them does in a step.
+"""What greedy and beam search share: what holds for requests of the same options, and what each of them does in a step.
 
 A search keeps nothing of a row: hypotheses, masks and caches are the batch's, and move with its rows.
 """
@@ -17,7 +17,7 @@ from tfm_export.decoding.attention import coverage
 from tfm_export.decoding.batch import Batch
 from tfm_export.decoding.options import DecodeOptions
 from tfm_export.decoding.result import Hypothesis, Reason
-from tfm_export.decoding.scores import NO_EDIT, Edit, Editor
+from tfm_export.decoding.scores import Edit, Editor
 from tfm_export.decoding.top_tokens import TopTokens
 from tfm_export.errors import RequestError
 from tfm_export.runtime.step_model import Ids, StepOutput
@@ -27,11 +27,12 @@ Ended = list[tuple[int, Reason]]  # rows that came to their end, and why
 
 @dataclass(frozen=True, kw_only=True)
 class SearchContext:
-    """What holds for every request of a session.
+    """What holds for every request of the same options.
 
     Attributes:
         options: how to decode.
         editor: makes the edits.
+        start: what the decoder starts from.
         end_ids: what ends a target.
         longest: the longest target.
         offered: N, tokens that a step names.
@@ -40,10 +41,16 @@ class SearchContext:
 
     options: DecodeOptions
     editor: Editor
+    start: tuple[int, ...]
     end_ids: tuple[int, ...]
     longest: int
     offered: int
     vocabulary: int
+
+    @property
+    def slots(self) -> int:
+        """Of the cache, that the longest target needs."""
+        return len(self.start) + self.options.beam_size * self.longest
 
     def counted_prefix(self, forced: int) -> int:
         """How many of the forced tokens do not count as searched for; that of forced_bos does."""
@@ -53,20 +60,19 @@ class SearchContext:
         """Which tokens end a target."""
         return tokens == self.end_ids[0] if len(self.end_ids) == 1 else np.isin(tokens, self.end_ids)
 
-    def edits(self, batch: Batch) -> list[list[Edit]] | None:
-        """How the scores after every hypothesis [B][K] are changed; None where no request's ever are."""
-        if not any(state.edits for state in batch.live):
+    def edits(self, batch: Batch, rows: Ids) -> dict[int, list[Edit]] | None:
+        """How the scores after the hypotheses of some rows are changed, K each; None where none's ever are."""
+        edited = [row for row in rows.tolist() if batch.live[row].edits]
+        if not edited:
             return None
-        of, beams = batch.histories.of, range(self.options.beam_size)
-        return [
-            [
-                self.editor.edit(of(row, beam)[0], s.wished, s.constraint, forced=len(s.forced), source=s.source)
-                if s.edits
-                else NO_EDIT
-                for beam in beams
+        edit, of, beams = self.editor.edit, batch.histories.of, range(self.options.beam_size)
+        states = [batch.live[row] for row in edited]
+        return {
+            row: [
+                edit(of(row, beam)[0], s.wished, s.constraint, forced=len(s.forced), source=s.source) for beam in beams
             ]
-            for row, s in enumerate(batch.live)
-        ]
+            for row, s in zip(edited, states, strict=True)
+        }
 
     def hypothesis(
         self, batch: Batch, row: int, beam: int, extension: tuple[list[int], list[float]] = ([], [])
@@ -78,8 +84,8 @@ class SearchContext:
         attention, distributions = batch.attention(row, beam, len(tokens)), batch.live[row].distributions[beam]
         finished = len(tokens) > forced and tokens[-1] in self.end_ids
         prefix = self.counted_prefix(forced)
-        score = sum(log_probs) / o.divisor(len(tokens), prefix)
-        if o.coverage_penalty and attention is not None:
+        score = sum(log_probs) / o.divisor(len(tokens), prefix) if len(tokens) > prefix else None
+        if score is not None and o.coverage_penalty and attention is not None:
             left_out = prefix if o.rules.length_formula == "without_prefix" else 0
             score += o.coverage_penalty * coverage(attention[left_out:])
         if finished and not o.return_end_token:
@@ -109,27 +115,27 @@ class SearchContext:
 
 
 class Search(ABC):
-    """A way to choose tokens.
+    """A way to choose tokens, for the rows of a batch whose requests have the same options.
 
     Args:
-        context: what holds for every request.
+        context: what holds for these.
         wanted: how many of the best tokens after each hypothesis it looks at.
     """
 
     def __init__(self, context: SearchContext, wanted: int) -> None:
-        self._context, self._options = context, context.options
+        self.context, self._options = context, context.options
         self._top = TopTokens(context.editor, wanted, context.offered, context.vocabulary)
 
-    def plan(self, batch: Batch) -> bool:
-        """Note what the next step's scores need; True if it must fetch log_probs."""
-        return self._top.plan(self._context.edits(batch)) or self._options.return_logits_vocab
+    def plan(self, batch: Batch, rows: Ids) -> bool:
+        """Note what the next step's scores need in the search's rows; True if it must fetch log_probs."""
+        return self._top.plan(self.context.edits(batch, rows)) or self._options.return_logits_vocab
 
     @abstractmethod
     def run_ahead(self, batch: Batch, interrupted: Callable[[], bool]) -> tuple[int, Ended] | None:
         """Take several steps in one go, as far as the backend and the options allow that.
 
         Args:
-            batch: whose rows are fed with what comes next.
+            batch: all of whose rows are the search's; they are fed with what comes next.
             interrupted: is asked between two steps; True ends them.
 
         Returns:
@@ -138,8 +144,8 @@ class Search(ABC):
         """
 
     @abstractmethod
-    def advance(self, batch: Batch, output: StepOutput) -> Ended:
-        """Choose the next tokens of every ready row, feed them, and name the rows that came to their end."""
+    def advance(self, batch: Batch, output: StepOutput, ready: Ids) -> Ended:
+        """Choose the next tokens of the search's ready rows, feed them, and name those that came to their end."""
 
     @abstractmethod
     def settled(self, batch: Batch, row: int) -> tuple[list[int], list[float]]:

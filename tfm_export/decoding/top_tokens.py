@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,33 +32,35 @@ class TopTokens:
         self._editor = editor
         self.wanted = min(wanted, vocabulary)
         self._offered = offered
-        self._edits: Sequence[Sequence[Edit]] | None = None
+        self._edits: Mapping[int, Sequence[Edit]] = {}
 
-    def plan(self, edits: Sequence[Sequence[Edit]] | None) -> bool:
-        """Take note of the next step's edits, [B][K], or None where none is made.
+    def plan(self, edits: Mapping[int, Sequence[Edit]] | None) -> bool:
+        """Take note of the next step's edits, K for each row that has any, or None where none is made.
 
         Returns:
             Whether the step must fetch log_probs.
         """
-        changed = edits is not None and any(edit is not NO_EDIT and edit != NO_EDIT for row in edits for edit in row)
-        self._edits = edits if changed else None
+        changed = any(edit is not NO_EDIT and edit != NO_EDIT for row in (edits or {}).values() for edit in row)
+        self._edits = edits if edits and changed else {}
         if self.wanted > self._offered:
             return True
         return any(
-            self._editor.needs_log_probs(edit, self._offered, self.wanted) for row in self._edits or () for edit in row
+            self._editor.needs_log_probs(edit, self._offered, self.wanted)
+            for row in self._edits.values()
+            for edit in row
         )
 
     @property
     def edited(self) -> bool:
         """Whether the next step's scores are changed anywhere."""
-        return self._edits is not None
+        return bool(self._edits)
 
     def best(self, output: StepOutput, rows: Ids) -> tuple[Scores, Ids]:
         """Log-probabilities and ids, each [R, Q, wanted], of what may follow in the given rows, the best first.
 
         Where fewer may follow, the rest have -inf.
         """
-        if self._edits is not None:
+        if self._edits:
             return self._edited(output, rows)
         if self.wanted <= self._offered:
             return output.top_log_probs[rows, :, : self.wanted], output.top_ids[rows, :, : self.wanted]
@@ -72,7 +74,7 @@ class TopTokens:
         queries = output.top_ids.shape[1]
         values = np.full((len(rows), queries, self.wanted), -np.inf)
         ids = np.zeros((len(rows), queries, self.wanted), np.int64)
-        for place, row in enumerate(rows):
+        for place, row in enumerate(rows.tolist()):
             for query in range(queries):
                 top = output.top_log_probs[row, query], output.top_ids[row, query]
                 log_probs = None if output.log_probs is None else output.log_probs[row, query]
@@ -87,7 +89,7 @@ class TopTokens:
 
     def edit(self, row: int, query: int) -> Edit:
         """What is changed after a query; of a prompt one query counts, and the row's hypotheses are all the same."""
-        return NO_EDIT if self._edits is None else self._edits[row][query]
+        return self._edits[row][query] if row in self._edits else NO_EDIT
 
 
 def _log_probs(output: StepOutput) -> Floats:

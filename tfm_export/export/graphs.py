@@ -189,7 +189,8 @@ class EncoderGraph(nn.Module):
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
-        self.embedding = Embed(model.source_embedding, model.embedding_scale, model.source_positions)
+        scale = model.embedding_scale(model.source_embedding)
+        self.embedding = Embed(model.source_embedding, scale, model.source_positions)
         self.relative = None if model.encoder_relative is None else RelativeMask(model.encoder_relative)
         self.norm = model.encoder_norm
         self.layers = nn.ModuleList(EncoderGraphLayer(layer) for layer in model.encoder_layers)
@@ -287,7 +288,8 @@ class DecoderStepGraph(nn.Module):
     def __init__(self, model: Transformer, candidates: int, attention_layer: int | None = None) -> None:
         super().__init__()
         self.attention_layer = attention_layer
-        self.embedding = Embed(model.target_embedding, model.embedding_scale, model.target_positions)
+        scale = model.embedding_scale(model.target_embedding)
+        self.embedding = Embed(model.target_embedding, scale, model.target_positions)
         self.relative = None if model.decoder_relative is None else RelativeMask(model.decoder_relative)
         self.norm, self.output_scale, self.candidates = model.decoder_norm, model.output_scale, candidates
         self.layers = nn.ModuleList(DecoderGraphLayer(layer) for layer in model.decoder_layers)

@@ -21,7 +21,18 @@ from tfm_export.progress import Progress
 from tfm_export.staging import check_target, new_bundle
 from tfm_export.tokenizer import load_tokenizer
 from tfm_export.tokenizer.sources import encode_sources
-from tfm_export.verify import ParityReport, adapter_hint, golden_text, verify_variant, write_reports
+from tfm_export.verify import (
+    Expectations,
+    ExpectedComparison,
+    ParityReport,
+    Reading,
+    adapter_hint,
+    golden_text,
+    verify_variant,
+    write_reports,
+)
+from tfm_export.verify.expectations import pair_source
+from tfm_export.verify.reading import check_source
 from tfm_export.verify.steps import measure_tie_margin
 
 
@@ -32,6 +43,7 @@ def export_bundle(
     settings: Mapping[str, Any] | None = None,
     adapter: Factory | None = None,
     inputs: Sequence[str] | None = None,
+    expectations: Expectations | None = None,
     made_from: Sequence[Path] = (),
     max_source_length: int | None = None,
     max_target_length: int | None = None,
@@ -49,6 +61,7 @@ def export_bundle(
         adapter: makes the model of the checkpoint's path, for models that are not read otherwise. It is code of the
             caller's, which runs here.
         inputs: real source texts for the golden set; without them it is synthetic.
+        expectations: the user's own pairs: the reading of the checkpoint is held to them, and they join the golden set.
         made_from: files, beside the checkpoint, that must not go with a bundle that is replaced.
         max_source_length: the longest source in tokens, its end token included; None for all that the model takes.
         max_target_length: the longest target in tokens, its end token included; None for all that the model takes.
@@ -65,7 +78,8 @@ def export_bundle(
         BundleError: `path` is taken or cannot be written.
         CheckpointError: the checkpoint cannot be read.
         ExportError: PyTorch's exporter failed, or the limits or inputs do not fit the model.
-        ParityError: the graphs do not give what PyTorch gives; no bundle is left.
+        ParityError: the checkpoint as it is read does not give the user's own pairs, or the graphs do not give what
+            PyTorch gives; no bundle is left.
     """
     path = Path(path)
     check_target(path, force=force, inputs=[Path(checkpoint), *made_from])
@@ -76,6 +90,9 @@ def export_bundle(
     if isinstance(source.model, Adapter):
         progress("running the adapter at the longest sequences")
         check_promises(source.model, limits)
+    known = None
+    if expectations is not None and not isinstance(source.model, Adapter):
+        known = check_source(source, expectations, limits=limits, progress=progress)
     manifest = Manifest(
         dimensions=dimensions_of(source.model),
         limits=limits,
@@ -87,12 +104,16 @@ def export_bundle(
     report = None
     with new_bundle(path, manifest, force=force) as bundle:
         _write_tokenizer(bundle, source)
-        sources = _golden_sources(bundle, source, inputs)
+        sources = _golden_sources(bundle, source, inputs, expectations)
         progress("exporting the encoder and the decoder step")
         _write_graphs(bundle, source, attention_layer)
-        _write_golden(bundle, source, sources, synthetic=inputs is None, progress=progress)
+        synthetic = inputs is None and expectations is None
+        _write_golden(bundle, source, sources, synthetic=synthetic, progress=progress)
+        if expectations is not None and known is None:
+            known = check_source(source, expectations, bundle=bundle, progress=progress)
+        bundle.manifest = replace(bundle.manifest, model={**bundle.manifest.model, "reading": _reading(source, known)})
         if verify:
-            report = verify_variant(bundle, reference=source.model, progress=progress)
+            report = verify_variant(bundle, reference=source.model, expectations=expectations, progress=progress)
             write_reports(bundle, [report])
             if not report.passed:
                 model = source.model
@@ -154,11 +175,19 @@ def _write_tokenizer(bundle: Bundle, source: SourceModel) -> None:
     bundle.add_files({f"{TOKENIZER}/{name}": "turns text into ids and back" for name in source.tokenizer})
 
 
-def _golden_sources(bundle: Bundle, source: SourceModel, inputs: Sequence[str] | None) -> list[GoldenSource]:
-    if inputs is None:
+def _reading(source: SourceModel, known: ExpectedComparison | None) -> dict[str, Any]:
+    """What the manifest says of how the checkpoint was read."""
+    proven = {} if known is None else {"pairs": known.count, "with_log_probs": known.with_log_probs}
+    return asdict(Reading(answers=source.answers, **proven))
+
+
+def _golden_sources(
+    bundle: Bundle, source: SourceModel, inputs: Sequence[str] | None, expectations: Expectations | None
+) -> list[GoldenSource]:
+    if inputs is None and expectations is None:
         return synthetic_sources(source.model, source.special_ids, bundle.manifest.limits)
-    lines = [line for line in inputs if line.strip()]
-    if not lines:
+    lines = [line for line in inputs or [] if line.strip()]
+    if inputs is not None and not lines:
         raise ExportError("the file of inputs has no lines", "give real source texts, one a line, or no file")
     if len(lines) > MOST_LINES:
         raise ExportError(
@@ -170,7 +199,21 @@ def _golden_sources(bundle: Bundle, source: SourceModel, inputs: Sequence[str] |
     except RequestError as error:
         raise ExportError(error.problems, error.hint) from error
     texts = lines if source.tokenizer else [None] * len(lines)
-    return [*zip(texts, sources, strict=True)]
+    return [*_expected_sources(bundle, expectations, MOST_LINES - len(lines)), *zip(texts, sources, strict=True)]
+
+
+def _expected_sources(bundle: Bundle, expectations: Expectations | None, most: int) -> list[GoldenSource]:
+    """The sources of the user's own pairs, from all over their file where there are more than a golden set takes."""
+    if expectations is None:
+        return []
+    pairs, tokenizer = expectations.pairs, load_tokenizer(bundle)
+    if not most:
+        raise ExportError(
+            f"the {MOST_LINES:,} inputs leave no room in the golden set for the pairs of {expectations.name}",
+            "fewer inputs",
+        )
+    taken = pairs if len(pairs) <= most else [pairs[i * len(pairs) // most] for i in range(most)]
+    return [(pair.source if tokenizer else None, pair_source(pair, tokenizer)) for pair in taken]
 
 
 def _write_graphs(bundle: Bundle, source: SourceModel, attention_layer: int | None) -> None:

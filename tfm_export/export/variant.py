@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from reference_model import Transformer
+from reference_model import Transformer, TransformerConfig
 from tfm_export import graph
 from tfm_export.bundle import Limits
 from tfm_export.checkpoints.adapter import Adapter
@@ -27,12 +27,13 @@ CANDIDATES = 16
 def dimensions_of(model: Transformer | Adapter) -> Dimensions:
     """What the graphs of a model show of it."""
     config = model.config
+    cached = config.decoder if isinstance(config, TransformerConfig) else config
     return Dimensions(
         source_vocabulary_size=config.source_vocabulary_size,
         target_vocabulary_size=config.target_vocabulary_size,
         decoder_layers=config.decoder_layers,
-        heads=config.heads,
-        head_size=config.head_size,
+        heads=cached.heads,
+        head_size=cached.head_size,
         candidates=min(CANDIDATES, config.target_vocabulary_size),
     )
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tfm_export.bundle import DEFAULT_PATH, TOKENIZER, Bundle
 from tfm_export.graph import GENERATE
-from tfm_export.model.model import Model
+from tfm_export.model.model import MAX_WAITING, Model
+from tfm_export.model.observer import Observer
 from tfm_export.runtime.backends import Backend, BackendChoice, DeviceName, backend_choices, open_backend
 from tfm_export.tokenizer import load_tokenizer
 
@@ -21,6 +22,9 @@ def load(
     draft: str | None = None,
     threads: int | None = None,
     check_hashes: bool = True,
+    workers: int | None = None,
+    max_waiting: int = MAX_WAITING,
+    observer: Observer | None = None,
 ) -> Model:
     """Load a bundle on the first backend that runs here; `tfm_export.runtime.backends` has the order.
 
@@ -41,6 +45,9 @@ def load(
         threads: threads to compute with on a CPU; None for the CPUs this process may use.
         check_hashes: read every file that may be used and compare its hash with the manifest's; of all others, and
             otherwise, only sizes are compared.
+        workers: batches that `generate_async` decodes at the same time; None for as many as have CPUs of their own.
+        max_waiting: sources that may wait for `generate_async`; more are refused with `Overloaded`.
+        observer: told what `generate_async` does.
 
     Raises:
         BackendUnavailable: a library, a driver or a GPU is missing; it says which, and what to do.
@@ -55,7 +62,15 @@ def load(
     chosen, step_model = open_backend(
         bundle, backend=backend, device=device, variant=variant, draft=draft, threads=threads
     )
-    return Model(bundle, step_model, tokenizer, backend=str(chosen))
+    return Model(
+        bundle,
+        step_model,
+        tokenizer,
+        backend=str(chosen),
+        workers=workers,
+        max_waiting=max_waiting,
+        observer=observer,
+    )
 
 
 def _files_used(bundle: Bundle, ways: Iterable[BackendChoice]) -> list[str]:

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Self, overload
 
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, Request, SettledToken, score
 from tfm_export.decoding.checks import check_options
-from tfm_export.decoding.request import Cancellation
-from tfm_export.errors import RequestError, TfmExportError
-from tfm_export.model.answers import Generation, Pending, Piece, Stream
+from tfm_export.decoding.request import Cancellation, are_ids
+from tfm_export.errors import ModelClosed, RequestError, TfmExportError
+from tfm_export.model.answers import AsyncStream, Generation, Pending, Piece, Stream
+from tfm_export.model.observer import Observer, Observers
 from tfm_export.model.requests import Call, Either, LongSource, Source, SourceReader, TextRequest, collect
 from tfm_export.model.runner import OnError, Runner
+from tfm_export.model.scheduler import Scheduler, Ticket
 from tfm_export.runtime.step_model import StepModel
-from tfm_export.runtime.threads import usable_cpus
+from tfm_export.runtime.threads import MOST_THREADS, usable_cpus
 from tfm_export.tokenizer import Tokenizer
 
 Text = str | TextRequest
 Ids = Sequence[int] | Request
+MAX_WAITING = 4096  # sources
+MOST_OPTIONS = 256  # that a model remembers
+
 Raise = Literal["raise"]
 Yield = Literal["yield"]
 
@@ -44,15 +50,29 @@ class Model:
     """
 
     def __init__(
-        self, bundle: Bundle, step_model: StepModel, tokenizer: Tokenizer | None, *, backend: str = ""
+        self,
+        bundle: Bundle,
+        step_model: StepModel,
+        tokenizer: Tokenizer | None,
+        *,
+        backend: str = "",
+        workers: int | None = None,
+        max_waiting: int = MAX_WAITING,
+        observer: Observer | None = None,
     ) -> None:
         self.bundle, self.step_model, self.tokenizer = bundle, step_model, tokenizer
         self.backend = backend or type(step_model).__name__
         self._reader = SourceReader(bundle, step_model, tokenizer)
         self._runner = Runner(bundle, step_model, tokenizer)
         self._closed = False
-        self._lock = threading.Lock()
-        self._workers: ThreadPoolExecutor | None = None
+        self._options: dict[Any, DecodeOptions] = {}  # that were asked for and are known to be valid
+        self._scheduler = Scheduler(
+            self._runner,
+            workers=_workers(workers, step_model),
+            max_waiting=max_waiting,
+            observer=Observers(*([] if observer is None else [observer])),
+        )
+        weakref.finalize(self, self._scheduler.end)
 
     # Text in, text out.
 
@@ -85,13 +105,19 @@ class Model:
         return generations
 
     @overload
-    def generate_async(self, text: Text, **settings: Any) -> Pending[Generation]: ...
+    def generate_async(self, text: Text, *, request_id: str = "", **settings: Any) -> Pending[Generation]: ...
 
     @overload
-    def generate_async(self, text: Sequence[Text], **settings: Any) -> Pending[list[Generation]]: ...
+    def generate_async(
+        self, text: Sequence[Text], *, request_id: str = "", **settings: Any
+    ) -> Pending[list[Generation]]: ...
 
-    def generate_async(self, text: Text | Sequence[Text], **settings: Any) -> Pending[Any]:
-        """Decode one text, or many, in another thread, of which there are as many as CPUs; calls beyond that wait.
+    def generate_async(self, text: Text | Sequence[Text], *, request_id: str = "", **settings: Any) -> Pending[Any]:
+        """Decode one text, or many, together with those of all other callers.
+
+        An idle model starts at once; what comes while it runs joins the batch. Each text of a list waits for its own
+        turn, and texts that come by themselves do not wait for the whole list. A text that has expired or was cancelled
+        before it joined a batch is not decoded.
 
         >>> pending = model.generate_async("hello", deadline=60.0)
         >>> pending.result().text
@@ -99,22 +125,58 @@ class Model:
 
         Args:
             text: a source text or a sequence of them; as a `TextRequest` where it has options of its own.
-            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled; the time that the call waits for a
-                thread is taken off deadlines.
+            request_id: the caller's name for the call, which observers and the log get.
+            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled; deadlines count from this call.
 
         Returns:
             What can be awaited, waited for and cancelled, and gives what `generate` does.
 
         Raises:
             RequestError: an option that the model cannot serve; what is wrong with a text comes with the answer.
+            Overloaded: as many sources wait as `load` allows (max_waiting).
         """
-        call, given_up, begin = self.call(**settings), threading.Event(), time.perf_counter()
-        call = replace(call, cancelled=Either(call.cancelled, given_up))
-        with self._lock:
-            self._check_open()
-            if self._workers is None:
-                self._workers = ThreadPoolExecutor(usable_cpus(), thread_name_prefix="tfm-export")
-            return Pending(self._workers.submit(self._generate, text, call, since=begin), given_up)
+        one = isinstance(text, Text)
+        items = [text] if isinstance(text, Text) else text
+        return self._submit("text", items, self._reader.text, request_id, self.call(**settings), one=one)
+
+    def stream_async(self, text: Text, *, request_id: str = "", **settings: Any) -> AsyncStream[Piece]:
+        """Decode one text together with those of all other callers, and give its tokens as they settle.
+
+        >>> import asyncio
+        >>> async def follow():
+        ...     return [piece.text async for piece in model.stream_async("hello")]
+        >>> asyncio.run(follow())
+        ['HH', ' EH', ' L', ' OW']
+
+        Args:
+            text: a source text, or a `TextRequest`.
+            request_id: the caller's name for the call, which observers and the log get.
+            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled; deadlines count from this call.
+
+        Returns:
+            An asynchronous iterator over pieces, whose texts together are the generation's.
+
+        Raises:
+            RequestError: an option that the model, or a stream, cannot serve; what is wrong with the text comes when
+                the stream is read.
+            Overloaded: as many sources wait as `load` allows (max_waiting).
+        """
+        call = self.call(**settings)
+        check_stream(call.options)
+        asked, pieces = text if isinstance(text, TextRequest) else TextRequest(text=text), self._runner.pieces()
+
+        def begin(tell: Callable[[list[SettledToken]], None]) -> Pending[Generation]:
+            own = asked.on_tokens
+
+            def on_tokens(tokens: list[SettledToken]) -> bool:
+                tell(tokens)
+                return bool(own is not None and own(tokens))
+
+            return self._submit(
+                "text", [replace(asked, on_tokens=on_tokens)], self._reader.text, request_id, call, one=True
+            )
+
+        return AsyncStream(begin, pieces.add)
 
     @overload
     def generate_iterable(
@@ -179,8 +241,7 @@ class Model:
             RequestError: a text or an option that the model, or a stream, cannot serve.
         """
         call = self.call(**settings)
-        if call.options.replace_unknowns:
-            raise RequestError("replace_unknowns needs the whole target: a stream cannot have it")
+        check_stream(call.options)
         return Stream(self._runner.tokens(self._reader.text(text, call), call.options))
 
     def score(
@@ -390,9 +451,16 @@ class Model:
         Raises:
             RequestError: both were given, they are not valid, or the model cannot serve them.
         """
+        key: Any = None
         if options is not None and option_fields:
             raise RequestError(f"options were given, and {', '.join(option_fields)} beside them: give one or the other")
         if options is None:
+            key = tuple((name, type(value), value) for name, value in option_fields.items())
+            try:
+                if (found := self._options.get(key)) is not None:
+                    return found
+            except TypeError:  # lists and the like
+                key = None
             known = self._reader.known_target
             if isinstance(prefix := option_fields.get("target_prefix"), str):
                 option_fields["target_prefix"] = known(prefix)
@@ -401,6 +469,8 @@ class Model:
             options = DecodeOptions(**self._defaults(option_fields), **option_fields)
         model, special = self.step_model, self.bundle.manifest.special_ids
         check_options(model, options, special, offered=model.capabilities.offers_attention)
+        if key is not None and len(self._options) < MOST_OPTIONS:
+            self._options[key] = options
         return options
 
     def encode_text(self, text: str, *, long_source: LongSource = "refuse") -> Source:
@@ -442,12 +512,20 @@ class Model:
         longest = min(2, self.step_model.limits.max_target_length)
         self.generate_ids([[0] * length], options=DecodeOptions(max_decoding_length=longest))
 
-    def close(self) -> None:
-        """Free the model. Requests that are being decoded in other threads come to their end; new ones are refused."""
-        with self._lock:
-            self._closed = True
-            if self._workers is not None:
-                self._workers.shutdown(wait=False, cancel_futures=True)
+    @property
+    def waiting(self) -> int:
+        """Sources given to `generate_async` and `stream_async` that wait for a place in a batch."""
+        return self._scheduler.waiting
+
+    def close(self, drain: float | None = None) -> None:
+        """Free the model; new requests are refused with `ModelClosed`.
+
+        Args:
+            drain: seconds in which all that `generate_async` has taken is decoded; what has no answer then gets
+                `ModelClosed`. None decodes what is in a batch to its end; what waits gets `ModelClosed` at once.
+        """
+        self._closed = True
+        self._scheduler.close(drain)
         self._runner.close()
         self.step_model.close()
 
@@ -457,13 +535,34 @@ class Model:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _generate(self, text: Any, call: Call, since: float | None = None) -> Any:
-        if since is not None:
-            call = replace(call, waited=time.perf_counter() - since)
+    def _generate(self, text: Any, call: Call) -> Any:
         one = isinstance(text, Text)
         sources = collect("text", [text] if one else text, lambda item: self._reader.text(item, call))
         generations = self._runner.answers(sources, call.options)
         return generations[0] if one else generations
+
+    def _submit(
+        self, name: str, items: Any, read: Callable[[Any, Call], Source], request_id: str, call: Call, *, one: bool
+    ) -> Pending[Any]:
+        """Hand items of a call to the scheduler, which reads and decodes them."""
+        if not isinstance(items, Sequence):
+            raise RequestError(f"expected a {name}, or a sequence with a {name} each, found {items!r}")
+        given_up, admitted = threading.Event(), time.perf_counter()
+        cancelled = given_up if call.cancelled is None else Either(call.cancelled, given_up)
+        ticket = Ticket(
+            read=lambda call: collect(name, items, lambda item: read(item, call)),
+            size=len(items),
+            call=replace(call, cancelled=cancelled, admitted=admitted),
+            given_up=given_up,
+            admitted=admitted,
+            request_id=request_id,
+        )
+        self._scheduler.submit(ticket)
+        # Who waits for an answer keeps the model: it is closed when it is dropped.
+        return Pending(ticket.future, partial(self._give_up, ticket), _only if one else list)
+
+    def _give_up(self, ticket: Ticket) -> None:
+        self._scheduler.give_up(ticket)
 
     def _defaults(self, given: dict[str, Any]) -> dict[str, Any]:
         """The bundle's defaults for the options that were not given and do not contradict those that were."""
@@ -480,4 +579,30 @@ class Model:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RequestError("the model is closed", "load the bundle again")
+            raise ModelClosed("the model is closed", "load the bundle again")
+
+
+def check_stream(options: DecodeOptions) -> None:
+    """Refuse options that a stream cannot serve.
+
+    Raises:
+        RequestError: they make several searches of one source, or change its tokens at the end.
+    """
+    if options.replace_unknowns:
+        raise RequestError("replace_unknowns needs the whole target: a stream cannot have it")
+    if options.return_alternatives or (options.samples and options.num_hypotheses > 1):
+        raise RequestError("a stream follows one search; these options make several of one source")
+
+
+def _only(answers: list[Generation]) -> Generation:
+    return answers[0]
+
+
+def _workers(wanted: int | None, step_model: StepModel) -> int:
+    """How many batches are decoded at the same time: as many as have CPUs of their own, or one on a GPU."""
+    if wanted is not None:
+        if not are_ids([wanted]) or isinstance(wanted, bool) or not 1 <= wanted <= MOST_THREADS:
+            raise RequestError(f"workers must be an integer from 1 to {MOST_THREADS:,}, found {wanted!r}")
+        return wanted
+    threads = step_model.capabilities.threads
+    return 1 if threads is None else max(1, usable_cpus() // threads)

@@ -12,6 +12,7 @@ from tfm_export.decoding import Constraint, DecodeOptions, Request, SettledToken
 from tfm_export.decoding.checks import request_problems
 from tfm_export.decoding.request import Cancellation, check_ending
 from tfm_export.errors import RequestError
+from tfm_export.quotation import quote
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.tokenizer import Tokenizer
 
@@ -104,19 +105,20 @@ class Call:
         long_source: what to do with sources that are too long.
         deadline: seconds after which a source gives what it has; they count from its joining a batch.
         cancelled: asked before every step, beside a source's own.
-        waited: seconds that the call has waited for a thread; they are taken off deadlines.
+        admitted: when the call came, on the clock of `time.perf_counter`: deadlines count from then; None lets them
+            count from when each source joins a batch.
     """
 
     options: DecodeOptions
     long_source: LongSource = "refuse"
     deadline: float | None = None
     cancelled: Cancellation | None = None
-    waited: float = 0.0
+    admitted: float | None = None
 
     def __post_init__(self) -> None:
         check_ending(self.deadline, self.cancelled)
         if self.long_source not in LONG_SOURCE:
-            raise RequestError(f"long_source must be one of {', '.join(LONG_SOURCE)}, found {self.long_source!r}")
+            raise RequestError(f"long_source must be one of {', '.join(LONG_SOURCE)}, found {quote(self.long_source)}")
 
 
 class SourceReader:
@@ -201,7 +203,7 @@ class SourceReader:
         """
         ids, unk = self.target(target), self._special.unk
         if isinstance(target, str) and unk in ids:
-            raise RequestError(f"{target!r} has tokens that the model's targets do not have")
+            raise RequestError(f"{quote(target)} has tokens that the model's targets do not have")
         return ids
 
     def _source(
@@ -210,8 +212,8 @@ class SourceReader:
         own: dict[str, Any] = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name != "text"}
         if own["deadline"] is None:
             own["deadline"] = call.deadline
-        if own["deadline"] is not None and asked.admitted is None:
-            own["deadline"] -= call.waited
+        if asked.admitted is None:
+            own["admitted"] = call.admitted
         if call.cancelled is not None:
             own["cancelled"] = Either(asked.cancelled, call.cancelled) if asked.cancelled else call.cancelled
         fitting = self.cut(ids, call.long_source)
@@ -228,7 +230,7 @@ def collect(name: str, items: Iterable[ItemT], encode: Callable[[ItemT], Encoded
         RequestError: some cannot be encoded, or there is no sequence of them.
     """
     if not isinstance(items, Iterable):
-        raise RequestError(f"expected a {name}, or a sequence with a {name} each, found {items!r}")
+        raise RequestError(f"expected a {name}, or a sequence with a {name} each, found {quote(items)}")
     items, encoded, errors = list(items), [], []
     for number, item in enumerate(items):
         try:
@@ -245,10 +247,10 @@ def collect(name: str, items: Iterable[ItemT], encode: Callable[[ItemT], Encoded
 
 def _integers(ids: Iterable[int]) -> list[int]:
     if not isinstance(ids, Iterable):
-        raise RequestError(f"ids must be integers, one for each token, found {ids!r}")
+        raise RequestError(f"ids must be integers, one for each token, found {quote(ids)}")
     ids = list(ids)
     if wrong := [i for i in ids if not hasattr(i, "__index__")]:
-        raise RequestError(f"ids must be integers, found {', '.join(map(repr, wrong))}")
+        raise RequestError(f"ids must be integers, found {', '.join(map(quote, wrong))}")
     return [operator.index(i) for i in ids]
 
 

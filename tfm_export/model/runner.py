@@ -14,11 +14,12 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from tfm_export.bundle import Bundle
-from tfm_export.decoding import DecodeOptions, Hypothesis, Result, SettledToken, generate, stream
+from tfm_export.decoding import DecodeOptions, DecodingSession, Hypothesis, Result, SettledToken, generate, stream
 from tfm_export.decoding.request import are_ids
 from tfm_export.errors import NumericError, RequestError, TfmExportError
 from tfm_export.model.answers import Generation, Piece
 from tfm_export.model.requests import Call, Either, Source
+from tfm_export.quotation import quote
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.runtime.threads import MOST_THREADS
 from tfm_export.tokenizer import Tokenizer
@@ -54,7 +55,7 @@ class Runner:
         """Decode together."""
         requests = [source.request for source in sources]
         results = generate(self._model_for(options), requests, options, self._special, checked=True)
-        return [self._answer(*pair, options) for pair in zip(sources, results, strict=True)]
+        return [self.generation(*pair, options) for pair in zip(sources, results, strict=True)]
 
     def iterate(
         self,
@@ -68,11 +69,11 @@ class Runner:
     ) -> Iterator[Generation | TfmExportError]:
         """Decode a window of items at a time, and give an answer, or an error, for each of them, in order."""
         if on_error not in ON_ERROR:
-            raise RequestError(f"on_error must be one of {', '.join(ON_ERROR)}, found {on_error!r}")
+            raise RequestError(f"on_error must be one of {', '.join(ON_ERROR)}, found {quote(on_error)}")
         if window is not None and not (are_ids([window]) and window >= 1):
-            raise RequestError(f"window must be an integer of at least 1, found {window!r}")
+            raise RequestError(f"window must be an integer of at least 1, found {quote(window)}")
         if not (are_ids([workers]) and 1 <= workers <= MOST_THREADS):
-            raise RequestError(f"workers must be an integer from 1 to {MOST_THREADS:,}, found {workers!r}")
+            raise RequestError(f"workers must be an integer from 1 to {MOST_THREADS:,}, found {quote(workers)}")
         batch = call.options.max_batch_size if call.options.batch_type == "examples" else 32
         size, given_up = window or BATCHES_AHEAD * batch * workers, threading.Event()
         if workers > 1:
@@ -136,19 +137,20 @@ class Runner:
 
     def tokens(self, source: Source, options: DecodeOptions) -> Generator[SettledToken, None, Generation]:
         """Decode one source token by token; the tokens of a text are pieces of its target."""
-        ids: list[int] = []
-        told = ""
+        pieces = self.pieces()
         for item in stream(self._model_for(options), source.request, options, self._special, checked=True):
             if isinstance(item, Result):
-                return self._answer(source, item, options)
+                return self.generation(source, item, options)
             if source.text is None or self._tokenizer is None:
                 yield item
                 continue
-            ids.append(item.token)
-            text = self._tokenizer.decode_target(ids)
-            yield Piece(item.token, item.log_prob, text[len(told) :])
-            told = text
+            yield from pieces.add([item])
         raise AssertionError("a stream ends with its result")
+
+    def pieces(self) -> Pieces:
+        """What makes pieces of a target's tokens."""
+        assert self._tokenizer is not None, "there is text"
+        return Pieces(self._tokenizer)
 
     def close(self) -> None:
         """Free what this has loaded."""
@@ -167,7 +169,12 @@ class Runner:
                 self._attending = model.with_attention()
             return self._attending
 
-    def _answer(self, source: Source, result: Result, options: DecodeOptions) -> Generation:
+    def session(self, options: DecodeOptions) -> DecodingSession:
+        """An open batch for requests of these options, and others of the same shape."""
+        return DecodingSession(self._model_for(options), options, self._special)
+
+    def generation(self, source: Source, result: Result, options: DecodeOptions) -> Generation:
+        """The answer to a source that decoding gave a result for."""
         texts = None
         if source.text is not None:
             texts = [self._text(source, source.text, hypothesis, options) for hypothesis in result.hypotheses]
@@ -184,6 +191,29 @@ class Runner:
         # The end token has no word, however much attention it gets.
         best = np.argmax(hypothesis.attention[places, : len(words)], axis=1).tolist()
         return self._tokenizer.decode_target(ids, {p: words[word] for p, word in zip(places, best, strict=True)})
+
+
+class Pieces:
+    """Makes pieces of a target's tokens, as these settle.
+
+    Args:
+        tokenizer: the bundle's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._told = ""
+
+    def add(self, tokens: list[SettledToken]) -> list[Piece]:
+        """The pieces that some more tokens make."""
+        pieces = []
+        for token in tokens:
+            self._ids.append(token.token)
+            text = self._tokenizer.decode_target(self._ids)
+            pieces.append(Piece(token.token, token.log_prob, text[len(self._told) :]))
+            self._told = text
+        return pieces
 
 
 def _windows(items: Iterable[ItemT], read: Read[ItemT], call: Call, size: int) -> Iterator[Window]:

@@ -13,31 +13,31 @@ import numpy as np
 import onnx_ir as ir
 
 from tfm_export.errors import ExportError
+from tfm_export.graph import padded_head_size
 from tfm_export.passes.linears import add_initializer
 
 
-def pad_heads(model: ir.Model, head_size: int, padded: int) -> None:
+def pad_heads(model: ir.Model, float_type: str) -> None:
     """Widen all heads of a graph in place, with its caches and cross-attention keys and values.
+
+    The heads of the encoder and those of the decoder, which encoder.onnx has both, may be of two sizes.
 
     Args:
         model: encoder.onnx or decoder_step.onnx of any variant.
-        head_size: D, of its heads.
-        padded: the new head size; if it is the old one, nothing is changed.
+        float_type: what the engine computes in where nothing is quantised.
 
     Raises:
         ExportError: the graph's keys and values are not where they should be.
     """
-    if padded != head_size:
-        _Padding(model, head_size, padded).apply()
+    _Padding(model, float_type).apply()
 
 
 class _Padding:
-    """The padding of one graph's heads from one size to another."""
+    """The padding of one graph's heads."""
 
-    def __init__(self, model: ir.Model, size: int, padded: int) -> None:
-        self._model, self._graph, self._size, self._padded = model, model.graph, size, padded
-        self._pads: ir.Value | None = None
-        self._bounds: list[ir.Value] = []
+    def __init__(self, model: ir.Model, float_type: str) -> None:
+        self._model, self._graph, self._type = model, model.graph, float_type
+        self._numbers: dict[str, ir.Value] = {}  # operands of Pad and Slice, by name
         self._wide: dict[ir.Value, ir.Value] = {}  # by the value of the old width
 
     def apply(self) -> None:
@@ -45,23 +45,27 @@ class _Padding:
             if node.op_type == "Attention":
                 self._widen(node)
         for index, output in enumerate([*self._graph.outputs]):
-            if self._has_heads(output):  # cross-attention keys and values: what is scattered is wide already
+            # Cross-attention keys and values: what is scattered is wide already.
+            if len(output.shape or ()) == 4 and self._padded(output) != _head_size(output):
                 name, wide = output.name, self._pad(output)
                 output.name, wide.name = f"{name}_narrow", name
                 self._graph.outputs[index] = wide
 
     def _widen(self, node: ir.Node) -> None:
         """Have an Attention node compute in the padded size."""
-        if "scale" not in node.attributes:
-            node.attributes["scale"] = ir.AttrFloat32("scale", 1 / math.sqrt(self._size))
         query, key, value = node.inputs[:3]
         assert query is not None
         assert key is not None
         assert value is not None
+        size = _head_size(query)
+        if self._padded(query) == size:
+            return
+        if "scale" not in node.attributes:
+            node.attributes["scale"] = ir.AttrFloat32("scale", 1 / math.sqrt(size))
         node.replace_input_with(0, self._pad(query))
         node.replace_input_with(1, self._wide_memory(key))
         node.replace_input_with(2, self._wide_memory(value))
-        self._cut(node)
+        self._cut(node, size)
 
     def _wide_memory(self, value: ir.Value) -> ir.Value:
         """A key or value in the padded size: made wide where it is written, not where it is read."""
@@ -86,45 +90,55 @@ class _Padding:
 
     def _pad(self, value: ir.Value) -> ir.Value:
         """A value [..., D] with zeros behind every row: [..., padded]. Once for all who read it."""
-        if not self._has_heads(value):
+        size, padded = _head_size(value), self._padded(value)
+        if size == padded:
             return value  # wide already
         if value not in self._wide:
-            if self._pads is None:
-                width = self._padded - self._size
-                self._pads = add_initializer(self._model, "head_padding", np.array([0] * 7 + [width], np.int64))
-            node = ir.node("Pad", [value, self._pads], name=f"{value.name}_pad")
+            pads = self._constant(f"head_padding_{padded - size}", *[0] * 7, padded - size)
+            node = ir.node("Pad", [value, pads], name=f"{value.name}_pad")
             self._wide[value] = node.outputs[0]
-            self._describe(node.outputs[0], value, self._padded, "wide")
+            self._describe(node.outputs[0], value, padded, "wide")
             producer = value.producer()
             if producer is None:
                 raise ExportError(f"{value.name}: expected the graph to compute it, found that it is an input")
             self._graph.insert_after(producer, node)
         return self._wide[value]
 
-    def _cut(self, node: ir.Node) -> None:
+    def _cut(self, node: ir.Node, size: int) -> None:
         """Cut the padding off what an Attention node gives."""
-        if not self._bounds:
-            for name, number in (("head_start", 0), ("head_end", self._size), ("head_axis", 3)):
-                self._bounds.append(add_initializer(self._model, name, np.array([number], np.int64)))
+        start, end, axis = (self._constant(f"head_{number}", number) for number in (0, size, 3))
         (attended,) = node.outputs
         readers = [*attended.uses()]
-        cut = ir.node("Slice", [attended, *self._bounds], name=f"{attended.name}_cut")
-        self._describe(cut.outputs[0], attended, self._size, "cut")
+        cut = ir.node("Slice", [attended, start, end, axis], name=f"{attended.name}_cut")
+        self._describe(cut.outputs[0], attended, size, "cut")
         self._graph.insert_after(node, cut)
         for reader, index in readers:
             reader.replace_input_with(index, cut.outputs[0])
         self._widen_shape(attended)
 
-    def _has_heads(self, value: ir.Value) -> bool:
-        """Whether a value is [B, H, T, D] with D not padded yet."""
-        return value.shape is not None and len(value.shape) == 4 and value.shape[3] == self._size
+    def _constant(self, name: str, *numbers: int) -> ir.Value:
+        """Numbers that nodes take; once for all of them."""
+        if name not in self._numbers:
+            self._numbers[name] = add_initializer(self._model, name, np.array(numbers, np.int64))
+        return self._numbers[name]
+
+    def _padded(self, value: ir.Value) -> int:
+        return padded_head_size(_head_size(value), self._type)
 
     def _widen_shape(self, value: ir.Value) -> None:
-        if value.shape is None or len(value.shape) != 4:
-            raise ExportError(f"{value.name}: expected keys or values [B, H, T, {self._size}], found {value.shape}")
-        value.shape = ir.Shape([*value.shape[:3], self._padded])
+        padded = self._padded(value)
+        assert value.shape is not None
+        value.shape = ir.Shape([*value.shape[:3], padded])
 
     def _describe(self, value: ir.Value, like: ir.Value, width: int, suffix: str) -> None:
         assert like.shape is not None
         assert like.dtype is not None
         value.name, value.dtype, value.shape = f"{like.name}_{suffix}", like.dtype, ir.Shape([*like.shape[:3], width])
+
+
+def _head_size(value: ir.Value) -> int:
+    """D of keys, values or queries [B, H, T, D]."""
+    size = value.shape[3] if value.shape is not None and len(value.shape) == 4 else None
+    if not isinstance(size, int):
+        raise ExportError(f"{value.name}: expected keys, values or queries [B, H, T, D], found {value.shape}")
+    return size

@@ -186,7 +186,7 @@ def _decode_golden(model: StepModel, sources: list[list[int]], bundle: Bundle) -
                 tokens=tokens,
                 log_probs=[],
                 margins=[math.inf] * len(tokens),
-                beam=BeamGolden(tokens=best.tokens, score=best.score),
+                beam=BeamGolden(tokens=best.tokens, score=best.rank),
             )
         )
     return golden

@@ -45,8 +45,8 @@ class TorchModel(StepModel):
             source_vocabulary_size=config.source_vocabulary_size,
             target_vocabulary_size=config.target_vocabulary_size,
             decoder_layers=config.decoder_layers,
-            heads=config.heads,
-            head_size=config.head_size,
+            heads=config.decoder.heads,
+            head_size=config.decoder.head_size,
             candidates=min(candidates, config.target_vocabulary_size),
         )
         self.limits = limits or Limits(max_source_length=config.max_length, max_target_length=config.max_target_length)

@@ -7,12 +7,13 @@ with a function `load(state, bundle)` that returns a `Tokenizer`.
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from tfm_export.bundle import TOKENIZER, Bundle
 from tfm_export.errors import BundleError
+from tfm_export.json_text import parse_json
+from tfm_export.quotation import quote
 
 KINDS = {kind: f"tfm_export.tokenizer.{kind}" for kind in ("vocabulary", "pieces", "huggingface")}
 FILE = f"{TOKENIZER}/tokenizer.json"
@@ -80,11 +81,13 @@ def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
         return None
     path = bundle.path / FILE
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = parse_json(path.read_bytes())
         kind = state["kind"]
     except (ValueError, TypeError, KeyError) as problem:
         raise BundleError(f"{path} does not describe a tokenizer: {problem}", "export the bundle again") from None
     if not isinstance(kind, str) or kind not in KINDS:
-        raise BundleError(f"{path} is of kind {kind!r}; this tfm-export reads {', '.join(KINDS)}", "update tfm-export")
+        raise BundleError(
+            f"{path} is of kind {quote(kind)}; this tfm-export reads {', '.join(KINDS)}", "update tfm-export"
+        )
     tokenizer: Tokenizer = importlib.import_module(KINDS[kind]).load(state, bundle)
     return tokenizer

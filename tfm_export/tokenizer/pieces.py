@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from tfm_export.bundle import TOKENIZER, Bundle
 from tfm_export.errors import BundleError
 from tfm_export.extras import require
+from tfm_export.quotation import quote
 from tfm_export.tokenizer.vocabulary import Side, VocabularyTokenizer
 
 LANGUAGE = re.compile(r">>[^<>\s]+<<")
@@ -65,7 +66,11 @@ class BytePairs:
     def __init__(self, codes: bytes) -> None:
         from subword_nmt.apply_bpe import BPE
 
-        self._codes = BPE(io.StringIO(codes.decode()))
+        text = codes.decode()
+        for number, line in enumerate(text.split("\n"), 1):  # the library would end the process
+            if line and not line.startswith("#version:") and len(line.strip("\r ").split(" ")) != 2:
+                raise ValueError(f"line {number} must be two units, separated by a space, found {quote(line)}")
+        self._codes = BPE(io.StringIO(text))
 
     def split(self, text: str) -> list[str]:
         """The pieces of a text."""
@@ -126,8 +131,8 @@ def _problems(side: Any, size: int, bundle: Bundle) -> list[str]:
     if not isinstance(side, dict) or side.keys() != {"tokens", "splitter", "file"}:
         return ["side must have tokens, splitter and file"]
     problems = []
-    if side["splitter"] not in SPLITTERS:
-        problems.append(f"splitter must be one of {', '.join(SPLITTERS)}, found {side['splitter']!r}")
+    if not isinstance(side["splitter"], str) or side["splitter"] not in SPLITTERS:
+        problems.append(f"splitter must be one of {', '.join(SPLITTERS)}, found {quote(side['splitter'])}")
     if f"{TOKENIZER}/{side['file']}" not in bundle.manifest.files:
         problems.append(f"file {side['file']} is not in the bundle")
     tokens = side["tokens"]
@@ -146,7 +151,7 @@ def _splitter(side: dict[str, Any], folder: Path, *, language_codes: bool) -> Sp
         if side["splitter"] == "sentencepiece":
             return SentencePieces(content, language_codes=language_codes)
         return BytePairs(content)
-    except Exception as problem:  # the libraries raise whatever they stumble over
+    except (Exception, SystemExit) as problem:  # the libraries raise whatever they stumble over
         raise BundleError(f"{side['file']} is no file of {library}: {problem}", "export the bundle again") from problem
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tfm_export.bundle import Manifest
 from tfm_export.errors import RequestError
+from tfm_export.quotation import quote
 from tfm_export.tokenizer import Tokenizer
 
 MOST_PROBLEMS = 10  # named; a wrong file has as many as lines
@@ -52,5 +53,5 @@ def _ids(line: str, size: int) -> list[int]:
     if not words:
         raise RequestError("there are no ids")
     if wrong := [word for word in words if not (word.isascii() and word.isdecimal() and int(word) < size)]:
-        raise RequestError(f"expected ids from 0 to {size - 1}, found {', '.join(map(repr, wrong[:5]))}")
+        raise RequestError(f"expected ids from 0 to {size - 1}, found {', '.join(map(quote, wrong[:5]))}")
     return [int(word) for word in words]

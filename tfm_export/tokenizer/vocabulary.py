@@ -9,6 +9,7 @@ from typing import Any
 
 from tfm_export.bundle import Bundle, SpecialIds
 from tfm_export.errors import BundleError, RequestError
+from tfm_export.quotation import quote
 
 SPLITS = ("characters", "words")
 
@@ -102,7 +103,7 @@ class VocabularyTokenizer:
         unknown = sorted({token for token in tokens if token not in ids})
         if unknown and self._special.unk is None:
             raise RequestError(
-                f"{text!r} has {side.split} that the model does not know: {' '.join(map(repr, unknown))}",
+                f"{quote(text)} has {side.split} that the model does not know: {' '.join(map(quote, unknown))}",
                 f"write it with what the model was trained on: {_sample(ids)}",
             )
         unk = -1 if self._special.unk is None else self._special.unk
@@ -151,7 +152,7 @@ def _side_problems(state: Any, size: int) -> list[str]:
     elif len(tokens) != size:
         problems.append(f"vocabulary must have the model's {size} tokens, found {len(tokens)}")
     if state["split"] not in SPLITS:
-        problems.append(f"split must be one of {', '.join(SPLITS)}, found {state['split']!r}")
+        problems.append(f"split must be one of {', '.join(SPLITS)}, found {quote(state['split'])}")
     if not isinstance(state["lowercase"], bool):
-        problems.append(f"lowercase must be true or false, found {state['lowercase']!r}")
+        problems.append(f"lowercase must be true or false, found {quote(state['lowercase'])}")
     return problems

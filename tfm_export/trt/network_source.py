@@ -153,8 +153,7 @@ def _derive(
         found = tensorrt_form(model, variant, compute=compute, ranges=of_graph(ranges, Path(file).stem)).kept
         kept = {name: reason for name, reason in found.items() if name not in _never_told(model)}
         merge_block_linears(model)
-    dimensions = bundle.manifest.dimensions
-    pad_heads(model, dimensions.head_size, dimensions.padded(PRECISIONS[compute].float_type).head_size)
+    pad_heads(model, PRECISIONS[compute].float_type)
     return model, kept
 
 

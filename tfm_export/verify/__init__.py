@@ -22,10 +22,26 @@ from tfm_export.progress import Progress
 from tfm_export.runtime.backends import survey
 from tfm_export.runtime.cpu.saturation import generate_graph_problem
 from tfm_export.runtime.step_model import StepModel
+from tfm_export.tokenizer import load_tokenizer
 from tfm_export.verify.cpu import CPU, TWIN, cpu_model
+from tfm_export.verify.expectations import (
+    Expectations,
+    ExpectedComparison,
+    ReadModel,
+    compare_expectations,
+    parse_expectations,
+)
 from tfm_export.verify.generate_graph import compare_generate_graph
-from tfm_export.verify.golden import BeamGolden, Golden, compare_generations, golden_text, read_golden
+from tfm_export.verify.golden import (
+    BeamGolden,
+    Golden,
+    compare_generations,
+    golden_text,
+    read_golden,
+    tie_margin,
+)
 from tfm_export.verify.page import parity_page
+from tfm_export.verify.reading import Reading, explain_pairs
 from tfm_export.verify.report import (
     Divergence,
     GenerationComparison,
@@ -42,15 +58,20 @@ if TYPE_CHECKING:
 __all__ = [
     "BeamGolden",
     "Divergence",
+    "Expectations",
+    "ExpectedComparison",
     "GenerationComparison",
     "Golden",
     "ParityReport",
+    "Reading",
     "TensorComparison",
     "adapter_hint",
     "compare_generate_graph",
     "compare_generations",
     "cpu_model",
+    "explain_pairs",
     "golden_text",
+    "parse_expectations",
     "read_golden",
     "reports_json",
     "verify_gpu",
@@ -68,6 +89,7 @@ def verify_variant(
     variant: str = "fp32",
     *,
     reference: Reference | None = None,
+    expectations: Expectations | None = None,
     threads: int | None = None,
     progress: Progress = lambda _: None,
 ) -> ParityReport:
@@ -77,6 +99,7 @@ def verify_variant(
         bundle: an open bundle; its graphs are loaded anew, and checked against the graph table while loading.
         variant: its name.
         reference: the same weights in PyTorch; without it only generations are compared.
+        expectations: the user's own pairs.
         threads: for the runtime.
         progress: told what begins.
 
@@ -86,7 +109,9 @@ def verify_variant(
     precision, manifest = PRECISIONS[variant], bundle.manifest
     backend = CPU if precision.float_type == "float32" else TWIN
     with cpu_model(bundle, variant, threads=threads) as model:
-        report = verify_model(bundle, model, variant, backend, reference=reference, progress=progress)
+        report = verify_model(
+            bundle, model, variant, backend, reference=reference, expectations=expectations, progress=progress
+        )
     if f"onnx/{variant}/{GENERATE}" in manifest.files and generate_graph_problem(bundle, variant) is None:
         graph = compare_generate_graph(bundle, variant, threads=threads, progress=progress)
         report = replace(report, generations=[*report.generations, *graph])
@@ -100,6 +125,7 @@ def verify_model(
     backend: str,
     *,
     reference: Reference | None = None,
+    expectations: Expectations | None = None,
     progress: Progress = lambda _: None,
 ) -> ParityReport:
     """Judge a loaded model of a variant, on whatever backend.
@@ -110,6 +136,7 @@ def verify_model(
         variant: by whose standards it is judged.
         backend: what the report calls it.
         reference: the same weights in PyTorch; without it only generations are compared.
+        expectations: the user's own pairs.
         progress: told what begins.
 
     Raises:
@@ -126,6 +153,7 @@ def verify_model(
         notes.append("single numbers were not compared, which takes the package onnx: tfm-export[quantize] has it")
     if manifest.golden["synthetic"] and precision.agreement < 1:
         precision = replace(precision, agreement=0.0)  # what rounding makes of random ids tells nothing of quality
+    expected = None if expectations is None else _expected(bundle, model, variant, expectations, progress)
     return ParityReport(
         variant=variant,
         backend=backend,
@@ -135,6 +163,28 @@ def verify_model(
         argmax_agreement=None if steps is None else steps.argmax_agreement,
         notes=notes,
         generations=compare_generations(model, golden, manifest.special_ids, manifest.golden, precision, progress),
+        expected=expected,
+        reading=Reading.of(manifest).shown_by(expected).text(),
+    )
+
+
+def _expected(
+    bundle: Bundle, model: StepModel, variant: str, expectations: Expectations, progress: Progress
+) -> ExpectedComparison:
+    """Decode the user's own pairs; a precision that rounds is held to its share of them, and to no log-probability."""
+    precision, manifest = PRECISIONS[variant], bundle.manifest
+    progress(f"decoding the {len(expectations.pairs)} pairs of {expectations.name}")
+    return compare_expectations(
+        ReadModel(
+            model=model,
+            tokenizer=load_tokenizer(bundle),
+            special=manifest.special_ids,
+            defaults=manifest.generation.options,
+        ),
+        expectations,
+        limit=tie_margin(manifest.golden) / 2,
+        log_probs=precision.judged_by_number,
+        needed=precision.agreement,
     )
 
 
@@ -169,6 +219,7 @@ def verify_gpu(
     gpu: int,
     *,
     reference: Reference | None = None,
+    expectations: Expectations | None = None,
     progress: Progress = lambda _: None,
 ) -> tuple[list[ParityReport], list[str]]:
     """Judge every engine and variant of a bundle that runs on a GPU.
@@ -177,6 +228,7 @@ def verify_gpu(
         bundle: an open bundle.
         gpu: the number of the GPU.
         reference: the same weights in PyTorch; without it only generations are compared.
+        expectations: the user's own pairs.
         progress: told what begins.
 
     Returns:
@@ -194,7 +246,17 @@ def verify_gpu(
         progress(f"loading {way}")
         model = way.open(bundle)
         try:
-            reports.append(verify_model(bundle, model, way.variant, str(way), reference=reference, progress=progress))
+            reports.append(
+                verify_model(
+                    bundle,
+                    model,
+                    way.variant,
+                    str(way),
+                    reference=reference,
+                    expectations=expectations,
+                    progress=progress,
+                )
+            )
         finally:
             model.close()
     if not reports:

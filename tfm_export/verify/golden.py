@@ -15,8 +15,11 @@ import numpy as np
 from tfm_export.bundle import Bundle, SpecialIds
 from tfm_export.decoding import DecodeOptions, Hypothesis, generate
 from tfm_export.errors import BundleError
+from tfm_export.field_types import field_problems
+from tfm_export.json_text import parse_json
 from tfm_export.precision import Precision
 from tfm_export.progress import Progress
+from tfm_export.quotation import shorten
 from tfm_export.runtime.step_model import Ids, Mask, Sentences, StepModel, WrappedModel
 from tfm_export.verify.report import Divergence, GenerationComparison
 
@@ -71,18 +74,24 @@ def read_golden(bundle: Bundle, name: str) -> list[Golden]:
         BundleError: a line is not a golden input.
     """
     golden = []
-    with open(bundle.path / name, encoding="utf-8") as file:
+    with open(bundle.path / name, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                golden.append(_golden(json.loads(line)))
-            except (ValueError, TypeError, KeyError) as problem:
-                raise BundleError(f"{name}, line {number} is not a golden input: {problem}", "export again") from None
+                golden.append(_golden(parse_json(line)))
+            except (ValueError, TypeError, KeyError, AttributeError) as problem:
+                raise BundleError(
+                    f"{name}, line {number} is not a golden input: {shorten(str(problem), 400)}", "export again"
+                ) from None
     return golden
 
 
 def _golden(state: dict[str, Any]) -> Golden:
     beam = state.pop("beam", None)
-    return Golden(**state, beam=None if beam is None else BeamGolden(**beam))
+    golden = Golden(**state, beam=None if beam is None else BeamGolden(**beam))
+    problems = [*field_problems(golden), *(field_problems(golden.beam, "beam.") if golden.beam else ())]
+    if problems:
+        raise ValueError("; ".join(problems))
+    return golden
 
 
 def golden_text(golden: Iterable[Golden]) -> str:
@@ -247,7 +256,7 @@ def _compare_with_alone(
     for index, (one, expected, tokens) in enumerate(zip(golden, alone, found, strict=True)):
         step = _first_difference(expected.tokens, tokens.tokens)
         if step is not None:
-            margin = abs(expected.score - tokens.score)
+            margin = abs(expected.rank - tokens.rank)
             divergences.append(_divergence(index, one, step, expected.tokens, tokens.tokens, margin))
     return GenerationComparison(
         name=name,
@@ -266,7 +275,7 @@ def _beam_difference(length_penalty: float, index: int, golden: Golden, found: H
     if step is None:
         return None
     length = max(len(golden.beam.tokens), len(found.tokens), 1)
-    margin = abs(golden.beam.score - found.score) * length ** (length_penalty - 1)
+    margin = abs(golden.beam.score - found.rank) * length ** (length_penalty - 1)
     return _divergence(index, golden, step, golden.beam.tokens, found.tokens, min(margin, golden.beam.margin))
 
 

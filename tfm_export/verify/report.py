@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tfm_export.verify.expectations import ExpectedComparison
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorComparison:
@@ -108,6 +110,8 @@ class ParityReport:
         argmax_agreement: share of teacher-forced steps with float64's best token; None where kernels is empty.
         generations: golden inputs.
         notes: what was not compared, and why.
+        expected: the user's own pairs, where they gave some.
+        reading: what says that the checkpoint's reading is the user's model, in words.
     """
 
     variant: str
@@ -118,12 +122,14 @@ class ParityReport:
     argmax_agreement: float | None
     generations: list[GenerationComparison]
     notes: list[str] = field(default_factory=list)
+    expected: ExpectedComparison | None = None
+    reading: str = ""
 
     @property
     def passed(self) -> bool:
         """Every comparison passed."""
-        tensors = (*self.graph, *self.kernels)
-        return all(c.passed for c in tensors) and all(c.passed for c in self.generations)
+        tensors, expected = (*self.graph, *self.kernels), self.expected is None or self.expected.passed
+        return expected and all(c.passed for c in tensors) and all(c.passed for c in self.generations)
 
     def facts(self) -> dict[str, Any]:
         """The report as plain values, each part with its verdict."""
@@ -131,6 +137,8 @@ class ParityReport:
         for name in ("graph", "kernels", "generations"):
             for entry, part in zip(state[name], getattr(self, name), strict=True):
                 entry["passed"] = part.passed
+        if self.expected is not None:
+            state["expected"]["passed"] = self.expected.passed
         return state
 
     @property
@@ -140,6 +148,10 @@ class ParityReport:
             return "report this with the checkpoint's configuration: tfm-export does not compute what the model does"
         if not all(c.passed for c in self.kernels):
             return "another release of what computes it (pip install --upgrade onnxruntime); what it computes is right"
+        if all(c.passed for c in self.generations):
+            return (
+                "tfm-export verify --checkpoint CHECKPOINT --expect FILE, which looks for settings that give the pairs"
+            )
         return "tfm-export verify --checkpoint, which tells whether the graphs or what runs them is wrong"
 
     def problems(self) -> list[str]:
@@ -171,7 +183,7 @@ class ParityReport:
                 f"{d.step}: expected {d.expected}, found {d.found}, margin {d.margin:.2e}"
                 for d in comparison.divergences[: None if comparison.needed == 1 else 1]
             ]
-        return found
+        return [*found, *([] if self.expected is None else self.expected.problems())]
 
 
 def _at(comparison: TensorComparison) -> str:
