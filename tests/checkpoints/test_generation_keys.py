@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from tests.checkpoints.test_huggingface import build
+from tests.oracles.layouts import Tutorial
 from tfm_export.checkpoints import SourceModel, inspect_checkpoint, read_checkpoint
 from tfm_export.checkpoints.generation import FACTS, SAME
 from tfm_export.checkpoints.generation_keys import KEYS, documented_table
@@ -162,6 +164,12 @@ def test_values_that_transformers_could_not_use_either(
 def test_a_key_that_is_not_there_cannot_be_ignored(folder: Callable[..., Path]) -> None:
     (problem,) = inspect_checkpoint(folder(), {"ignore_generation": ["top_q"]}).all_problems()
     assert problem == "ignore_generation names top_q, which generation_config.json does not have"
+
+
+def test_other_formats_have_no_such_keys(tmp_path: Path) -> None:
+    torch.save(Tutorial((11, 13), 12, (1, 1), 3, 8, 20).state_dict(), tmp_path / "foreign.pt")
+    problems = inspect_checkpoint(tmp_path / "foreign.pt", {"ignore_generation": ["num_beams"]}).all_problems()
+    assert any("ignore_generation is for folders of Hugging Face" in problem for problem in problems)
 
 
 def test_the_longest_target_of_the_model_is_a_limit(folder: Callable[..., Path]) -> None:
