@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from tests.checkpoints.test_huggingface import build
+from tests.oracles.layouts import Tutorial
 from tfm_export.checkpoints import SourceModel, inspect_checkpoint, read_checkpoint
 from tfm_export.checkpoints.generation import FACTS, SAME
 from tfm_export.checkpoints.generation_keys import KEYS, documented_table
@@ -134,7 +136,7 @@ def test_special_ids_that_are_missing(folder: Callable[..., Path]) -> None:
     ("generation", "problem"),
     [
         ({"max_length": 1}, "max_length 1, which leaves no token"),
-        ({"bad_words_ids": [[2]]}, r"bad_words_ids \[\[2\]\]: transformers takes no list without other"),
+        ({"bad_words_ids": [[2]]}, r"bad_words_ids \[\[2\]\]: transformers takes no list of end tokens alone"),
         ({"bad_words_ids": [5]}, r"bad_words_ids \[5\], expected a list of lists of ids"),
         ({"bad_words_ids": [[5, 59]]}, "bad_words_ids with ids that the vocabulary of 59 lacks: 59"),
         ({"sequence_bias": {"5": 1.0}}, "sequence_bias .*expected a list of lists of ids with a number each"),
@@ -146,6 +148,7 @@ def test_special_ids_that_are_missing(folder: Callable[..., Path]) -> None:
         ({"forced_eos_token_id": 9, "suppress_tokens": [9]}, "forced_eos_token_id 9 among suppress_tokens"),
         ({"forced_eos_token_id": [2, 3], "num_beams": 2}, "a beam search takes any"),
         ({"encoder_repetition_penalty": 0.0}, "encoder_repetition_penalty must be above 0"),
+        ({"bos_token_id": "x"}, "bos_token_id 'x', expected a whole number"),
         ({"begin_suppress_tokens": 5}, "begin_suppress_tokens 5, expected a list"),
     ],
     ids=str,
@@ -161,6 +164,12 @@ def test_values_that_transformers_could_not_use_either(
 def test_a_key_that_is_not_there_cannot_be_ignored(folder: Callable[..., Path]) -> None:
     (problem,) = inspect_checkpoint(folder(), {"ignore_generation": ["top_q"]}).all_problems()
     assert problem == "ignore_generation names top_q, which generation_config.json does not have"
+
+
+def test_other_formats_have_no_such_keys(tmp_path: Path) -> None:
+    torch.save(Tutorial((11, 13), 12, (1, 1), 3, 8, 20).state_dict(), tmp_path / "foreign.pt")
+    problems = inspect_checkpoint(tmp_path / "foreign.pt", {"ignore_generation": ["num_beams"]}).all_problems()
+    assert any("ignore_generation is for folders of Hugging Face" in problem for problem in problems)
 
 
 def test_the_longest_target_of_the_model_is_a_limit(folder: Callable[..., Path]) -> None:

@@ -226,6 +226,8 @@ def test_options_reach_decoding_as_they_are() -> None:
     words = ["--beam-size", "3", "--length-penalty", "0.5", "--end-token", "2 5", "--disable-unk", "--n-best", "2"]
     words += ["--early-stopping", "true", "--compatibility", "huggingface", "--no-start-token-repeats"]
     words += ["--suppress", "p1 p2", "--suppress", "p3", "--batch-type", "tokens", "--no-return-scores"]
+    words += ["--begin-suppress-tokens", "4 5", "--sequence-bias", "4 5=-2.5", "--sequence-bias", "6=1"]
+    words += ["--exponential-decay-length-penalty", "5 1.1", "--encoder-no-repeat-ngram-size", "3"]
     parsed = command.make_context("run", words).params
     values = {name: parsed[name] for name in ENTRIES}
     assert decoding_fields(values, targets_are_ids=False) == {
@@ -238,6 +240,10 @@ def test_options_reach_decoding_as_they_are() -> None:
         "compatibility": "huggingface",
         "start_token_repeats": False,
         "suppress_sequences": ("p1 p2", "p3"),
+        "begin_suppress_tokens": [4, 5],
+        "sequence_bias": (([4, 5], -2.5), ([6], 1.0)),
+        "exponential_decay_length_penalty": (5, 1.1),
+        "encoder_no_repeat_ngram_size": 3,
         "batch_type": "tokens",
         "return_scores": False,
     }

@@ -24,6 +24,21 @@ REFUSED: dict[str, dict[str, Any]] = {
     "end_token must be ids, found 1.5": {"end_token": 1.5},
     "suppress_sequences must be sequences of ids, found [1]": {"suppress_sequences": [1]},
     "suppress_sequences must be sequences of ids, found 5": {"suppress_sequences": 5},
+    "begin_suppress_tokens must be ids, found 5": {"begin_suppress_tokens": 5},
+    "sequence_bias must be pairs of a sequence of ids and a number, found [[4, 5]]": {"sequence_bias": [[4, 5]]},
+    "sequence_bias must be pairs of a sequence of ids and a number, found 5": {"sequence_bias": 5},
+    "sequence_bias must be pairs of a sequence of ids and a number, found ['ab']": {"sequence_bias": ["ab"]},
+    "sequence_bias must not hold an empty sequence": {"sequence_bias": [[[], 1.0]]},
+    "sequence_bias must hold finite numbers, found -inf": {"sequence_bias": {(4,): -math.inf}},
+    "exponential_decay_length_penalty must be an integer and a number": {"exponential_decay_length_penalty": (1.5, 2)},
+    "must be a start of at least 0 and a finite factor above 0": {"exponential_decay_length_penalty": (-1, 1.1)},
+    "a finite factor above 0, found [2, 0]": {"exponential_decay_length_penalty": [2, 0]},
+    "encoder_no_repeat_ngram_size must be at least 0": {"encoder_no_repeat_ngram_size": -1},
+    "encoder_repetition_penalty must be above 0": {"encoder_repetition_penalty": 0.0},
+    "exponential_decay_length_penalty and return_alternatives exclude": {
+        "exponential_decay_length_penalty": (2, 1.1),
+        "return_alternatives": True,
+    },
     "beam_size must be at least 1": {"beam_size": 0},
     "num_hypotheses must be at least 1": {"num_hypotheses": 0},
     "max_batch_size must be at least 1": {"max_batch_size": 0},
@@ -85,6 +100,12 @@ def test_what_makes_no_sense_is_refused(problem: str) -> None:
     assert problem in caught.value.problems[0]
 
 
+def test_biases_may_be_a_mapping_and_the_last_of_two_holds() -> None:
+    options = DecodeOptions(sequence_bias=[[[4, 5], 1.0], [[6], 2], [[4, 5], 3.0]])
+    assert options == DecodeOptions(sequence_bias={(4, 5): 3.0, (6,): 2.0})
+    assert replace(options) == options
+
+
 @pytest.mark.parametrize("length_penalty", [-50, 50])
 @pytest.mark.parametrize("formula", ["with_prefix", "gnmt"])
 def test_the_largest_penalties_rank_the_longest_targets(length_penalty: float, formula: Any) -> None:
@@ -116,6 +137,8 @@ BEYOND_MODEL: dict[str, dict[str, Any]] = {
     "end_token has ids that the vocabulary of 5 lacks: 5": {"end_token": [2, 5]},
     "start_tokens has ids": {"start_tokens": [9]},
     "suppress_sequences has ids": {"suppress_sequences": [[4, 7]]},
+    "begin_suppress_tokens has ids": {"begin_suppress_tokens": [4, 7]},
+    "sequence_bias has ids": {"sequence_bias": [[[4, 7], 1.0]]},
     "forced_bos has ids": {"forced_bos": 5},
     "forced_eos has ids": {"forced_eos": -1},
     "target_prefix of source 0 has ids": {"target_prefix": [8]},

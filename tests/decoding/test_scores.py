@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -94,16 +95,27 @@ def test_a_repetition_penalty_on_logits_needs_their_level() -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(data=st.data(), early=st.booleans(), penalty=st.sampled_from([1.0, 1.7]), beta=st.sampled_from([0.0, 0.4]))
+@given(
+    data=st.data(),
+    early=st.booleans(),
+    again=st.booleans(),
+    copying=st.sampled_from([1.0, 1.4]),
+    penalty=st.sampled_from([1.0, 1.7]),
+    beta=st.sampled_from([0.0, 0.4]),
+)
 def test_an_edit_gives_the_same_as_changing_the_whole_vocabulary(
-    data: st.DataObject, early: bool, penalty: float, beta: float
+    data: st.DataObject, early: bool, again: bool, copying: float, penalty: float, beta: float
 ) -> None:
     size, wanted = 12, data.draw(st.integers(1, 6))
     logits = np.random.default_rng(data.draw(st.integers(0, 10**6))).normal(size=size) * 3
     level = float(np.logaddexp.reduce(logits))
     log_probs = (logits - level).astype(np.float32)
     some = st.frozensets(st.integers(0, size - 1), max_size=6)
+    biases = data.draw(st.dictionaries(st.integers(0, size - 1), st.sampled_from([-2.0, 0.5, 3.0]), max_size=4))
     edit = Edit(
+        copied=data.draw(some) if copying != 1 else frozenset(),
+        biases=tuple(biases.items()),
+        end_factor=data.draw(st.sampled_from([1.0, 1.5, 0.5])),
         banned=data.draw(some),
         penalised=data.draw(some) if penalty != 1 else frozenset(),
         allowed=data.draw(st.none() | some),
@@ -111,16 +123,23 @@ def test_an_edit_gives_the_same_as_changing_the_whole_vocabulary(
     )
     options = DecodeOptions(
         repetition_penalty=penalty,
+        encoder_repetition_penalty=copying,
+        renormalize_logits=again,
         prefix_bias_beta=beta,
         score_change="before_softmax" if early else "after_softmax",
     )
     editor = Editor(options, [2], [1], 3, 10)
     expected = logits.copy() if early else logits - level
+    for token, bias in biases.items():
+        expected[token] += bias
+    for token in edit.copied:
+        expected[token] /= copying if expected[token] < 0 else 1 / copying
     for token in edit.penalised:
         expected[token] *= penalty if expected[token] < 0 else 1 / penalty
+    expected[2] += abs(expected[2]) * (edit.end_factor - 1)
     keep = np.isin(np.arange(size), list(edit.allowed)) if edit.allowed is not None else np.ones(size, bool)
     expected[~keep | np.isin(np.arange(size), list(edit.banned))] = -np.inf
-    if early and np.isfinite(expected).any():
+    if (early or again) and np.isfinite(expected).any():
         expected -= np.logaddexp.reduce(expected)
     if not np.isfinite(expected).any():
         return
@@ -134,6 +153,25 @@ def test_an_edit_gives_the_same_as_changing_the_whole_vocabulary(
     assert values == near(expected[order], made_of=size)
     assert expected[ids] == near(expected[order], made_of=size)
     assert editor.whole(edit, log_probs, level) == near(expected, made_of=size)
+
+
+@pytest.mark.parametrize("beam_size", [1, 3])
+def test_each_source_bans_its_own_ngrams(beam_size: int) -> None:
+    model = FakeModel(random_table(VOCABULARY, seed=4), VOCABULARY)
+    model.dimensions = replace(model.dimensions, source_vocabulary_size=VOCABULARY)
+    sources = [(4, 5, 6, 7), (7, 6, 5, 4), (3, 3), (5,)]
+    options = DecodeOptions(beam_size=beam_size, encoder_no_repeat_ngram_size=1, max_decoding_length=8)
+    for source, result in zip(sources, generate(model, sources, options, SPECIAL), strict=True):
+        alone = generate(model, [source], options, SPECIAL)[0]
+        assert result.hypotheses == alone.hypotheses
+        assert not {*result.hypotheses[0].tokens} & {*source}
+
+
+def test_a_source_of_more_tokens_than_targets_have_is_refused() -> None:
+    model = FakeModel(random_table(VOCABULARY, seed=4), VOCABULARY)
+    for options in ({"encoder_no_repeat_ngram_size": 2}, {"encoder_repetition_penalty": 1.2}):
+        with pytest.raises(RequestError, match=f"{next(iter(options))} needs one vocabulary: sources have 50 tokens"):
+            generate(model, [(5,)], DecodeOptions(**options), SPECIAL)
 
 
 def test_the_rest_keeps_its_digits_when_a_nearly_certain_token_is_banned() -> None:

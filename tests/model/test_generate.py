@@ -78,6 +78,17 @@ def test_the_bundles_defaults_hold_unless_a_request_says_otherwise(copied: Path)
         assert model.decode_options(DecodeOptions()) == DecodeOptions()
 
 
+def test_draws_that_are_the_bundles_default_give_way_to_beams(copied: Path) -> None:
+    draws = {"sampling_topk": 5, "sampling_topp": 0.9, "sampling_temperature": 0.7}
+    rewrite_manifest(copied, generation={"max_length": 7, "beam_size": 1, "options": draws})
+    with tfm_export.load(copied) as model:
+        drawn = model.decode_options()
+        assert {name: getattr(drawn, name) for name in draws} == draws
+        assert model.decode_options(sampling_topk=2).sampling_topp == 0.9
+        for searched in (model.decode_options(beam_size=3), model.decode_options(sampling_topk=1)):
+            assert (searched.samples, searched.sampling_topp, searched.sampling_temperature) == (False, 1.0, 1.0)
+
+
 def test_lengths_beyond_the_table_are_refused(model: Model) -> None:
     with pytest.raises(RequestError, match="max_decoding_length is 65; the model's targets have at most 64 tokens"):
         model.generate("hello", max_decoding_length=65)

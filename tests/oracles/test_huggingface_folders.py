@@ -19,11 +19,14 @@ import torch
 pytest.importorskip(
     "transformers", reason="needs transformers: run `.venv/bin/pip install -e '.[dev]' -c constraints.txt`"
 )
+from click.testing import CliRunner
 from transformers import AutoModelForSeq2SeqLM
 
+import tfm_export
 from tests.checkpoints.test_huggingface import build
-from tfm_export.bundle import GenerationDefaults, Limits
+from tfm_export.bundle import Bundle, GenerationDefaults, Limits
 from tfm_export.checkpoints import SourceModel, read_checkpoint
+from tfm_export.cli import cli
 from tfm_export.decoding import DecodeOptions, generate
 from tfm_export.runtime.torch_model import TorchModel
 
@@ -187,3 +190,34 @@ def test_a_folder_generates_what_transformers_generates_from_it(
     source = read_checkpoint(folder)
     assert FOLDERS[kind].note in "\n".join(source.notes)
     assert_same_tokens(folder, source, sources)
+
+
+def test_a_bundle_of_such_a_folder(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    settings = {
+        "num_beams": 3,
+        "max_length": 14,
+        "forced_bos_token_id": 33,
+        "renormalize_logits": True,
+        "sequence_bias": [[[20], 2.0], [[20, 22], 4.0]],
+        "begin_suppress_tokens": [21, 22],
+        "exponential_decay_length_penalty": [4, 1.2],
+        "encoder_no_repeat_ngram_size": 2,
+    }
+    folder = change(saved("bart"), tmp_path / "folder", Folder({**settings, "guidance_scale": 1.5}))
+    arguments = ["onnx", str(folder), "-o", str(tmp_path / "bundle"), "--no-verify"]
+    refused = CliRunner().invoke(cli, arguments)
+    assert refused.exit_code == 1
+    assert "guidance_scale 1.5" in refused.stderr
+    done = CliRunner().invoke(cli, [*arguments, "--ignore-generation", "guidance_scale"])
+    assert done.exit_code == 0, done.output
+    assert "note: generation_config.json has guidance_scale 1.5, which is ignored" in done.stdout
+    model_facts = Bundle.open(tmp_path / "bundle").manifest.model
+    assert model_facts["settings"] == {"ignore_generation": ["guidance_scale"]}
+    sources = [[5, 9, 17, 2], [20, 21, 22, 30, 41, 7, 2], [8, 2]]
+    theirs = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    with tfm_export.load(tmp_path / "bundle") as model:
+        ours = [generation.tokens for generation in model.generate_ids(sources, return_end_token=True)]
+    expected = [
+        theirs.generate(torch.tensor([ids]), use_cache=False, guidance_scale=1.0)[0, 1:].tolist() for ids in sources
+    ]
+    assert ours == expected

@@ -13,6 +13,7 @@ from typing import Any
 from tfm_export.checkpoints.files import CONFIG, GENERATION_CONFIG, Contents
 from tfm_export.checkpoints.generation_keys import KEYS, SPECIAL
 from tfm_export.checkpoints.partial import PartialCheckpoint
+from tfm_export.quotation import quote, shorten, shorten_all
 
 DEFAULT_NEW_TOKENS = 20  # of a target where nothing says how long it may be
 DEFAULT_TOP_K = 50
@@ -104,7 +105,7 @@ def _suppressed(found: PartialCheckpoint, values: dict[str, Any]) -> Iterator[st
     if "bad_words_ids" in values:
         sequences = [sequence for sequence in values["bad_words_ids"] if sequence not in [[end] for end in ends]]
         if not sequences:
-            yield f"bad_words_ids {values['bad_words_ids']!r}: transformers takes no list without other than end tokens"
+            yield f"bad_words_ids {quote(values['bad_words_ids'])}: transformers takes no list of end tokens alone"
     for name in ("suppress_tokens", "begin_suppress_tokens"):
         # Theirs compare these with the ids that there are: others do no harm, such as -1 for none.
         tokens = [token for token in values.get(name, []) if size is None or token in range(size)]
@@ -114,7 +115,7 @@ def _suppressed(found: PartialCheckpoint, values: dict[str, Any]) -> Iterator[st
             sequences += [[token] for token in tokens]
             for forced in ("forced_bos_token_id", "forced_eos_token_id"):
                 if values.get(forced) in tokens:
-                    yield f"{forced} {values[forced]} among suppress_tokens, which leaves no token there"
+                    yield f"{forced} {quote(values[forced])} among suppress_tokens, which leaves no token there"
     if sequences:
         found.options["suppress_sequences"] = sequences
 
@@ -122,11 +123,11 @@ def _suppressed(found: PartialCheckpoint, values: dict[str, Any]) -> Iterator[st
 def _forced(found: PartialCheckpoint, values: dict[str, Any]) -> Iterator[str]:
     ends = _ends(found)
     if values.get("forced_bos_token_id") in ends:
-        yield f"forced_bos_token_id {values['forced_bos_token_id']}, which ends a target: all would be that token alone"
+        yield f"forced_bos_token_id {quote(values['forced_bos_token_id'])}, which ends a target right away"
     forced_end = values.get("forced_eos_token_id")
     several = sorted(set(forced_end)) if isinstance(forced_end, list) else [forced_end]
     if len(several) > 1 and values.get("num_beams", 1) > 1:
-        yield f"forced_eos_token_id {forced_end!r}: of several, which are all as likely, a beam search takes any"
+        yield f"forced_eos_token_id {quote(forced_end)}: of several, which are all as likely, a beam search takes any"
     if forced_end is not None:
         found.options["forced_eos"] = several[0]
 
@@ -136,7 +137,7 @@ def _sampling(found: PartialCheckpoint, values: dict[str, Any]) -> Iterator[str]
         return
     if values.get("num_beams", 1) > 1:
         yield (
-            f"do_sample true and num_beams {values['num_beams']}: hypotheses are not drawn here; "
+            f"do_sample true and num_beams {quote(values['num_beams'])}: hypotheses are not drawn here; "
             "--ignore-generation do_sample searches with beams, --ignore-generation num_beams draws tokens"
         )
         return
@@ -156,10 +157,12 @@ def _lengths(found: PartialCheckpoint, contents: Contents, settings: GenerationS
         name = "max_new_tokens" if "max_new_tokens" in values else "max_length"
         longest = values[name] - (name == "max_length")
         if longest < 1:
-            found.problems.append(f"{origin} has {name} {values[name]}, which leaves no token: transformers refuses it")
+            found.problems.append(
+                f"{origin} has {name} {quote(values[name])}, which leaves no token: transformers refuses it"
+            )
             return
         if limit is not None and longest > limit:
-            found.notes.append(f"{origin} has {name} {values[name]}: the model's targets end at {limit} tokens")
+            found.notes.append(f"{origin} has {name} {quote(values[name])}: the model's targets end at {limit} tokens")
     else:
         positions = contents.config.get("max_position_embeddings")
         longest = min([DEFAULT_NEW_TOKENS] + ([positions - 1] if isinstance(positions, int) else []))
@@ -188,7 +191,7 @@ def _beyond_vocabulary(found: PartialCheckpoint, values: dict[str, Any]) -> Iter
     }
     for name, ids in named.items():
         if wrong := sorted({i for i in ids if i not in range(size)}):
-            yield f"{name} with ids that the vocabulary of {size} lacks: {', '.join(map(str, wrong))}"
+            yield f"{name} with ids that the vocabulary of {size} lacks: {shorten_all(wrong)}"
     for name in ("encoder_no_repeat_ngram_size", "encoder_repetition_penalty"):
         if name in options and sources is not None and sources > size:
             yield f"{name}, which needs one vocabulary: sources have {sources} tokens, targets have {size}"
@@ -199,7 +202,7 @@ def _tell(found: PartialCheckpoint, contents: Contents, settings: GenerationSett
     values, origin = settings.values, settings.origin
     for name, value in values.items():
         key = KEYS.get(name)
-        said = f"{origin} has {name} {value!r}"
+        said = f"{origin} has {shorten(name)} {quote(value)}"
         if key is None:
             found.notes.append(f"{said}, a key that tfm-export does not know: what it changes is not applied")
         elif value in key.neutral or key.treatment == "no effect":
@@ -211,23 +214,23 @@ def _tell(found: PartialCheckpoint, contents: Contents, settings: GenerationSett
         elif key.treatment == "noted":
             found.notes.append(f"{said}, which is not applied: {key.text}")
     for name, value in settings.ignored.items():
-        found.notes.append(f"{origin} has {name} {value!r}, which is ignored, as the settings say")
+        found.notes.append(f"{origin} has {name} {quote(value)}, which is ignored, as the settings say")
     found.problems += [
         f"ignore_generation names {name}, which {origin} does not have"
         for name in found.settings.get("ignore_generation", ())
         if name not in settings.ignored
     ]
     if origin == GENERATION_CONFIG and (unread := _unread(contents, values)):
-        found.notes.append(f"{CONFIG} has {', '.join(unread)}, which transformers does not read beside {origin}")
+        found.notes.append(f"{CONFIG} has {shorten_all(unread)}, which transformers does not read beside {origin}")
     if tasks := contents.config.get("task_specific_params"):
-        tasks = ", ".join(tasks) if isinstance(tasks, dict) else repr(tasks)
+        tasks = shorten_all(tasks) if isinstance(tasks, dict) else quote(tasks)
         found.notes.append(f"{CONFIG} has task_specific_params ({tasks}), which generate does not read: not applied")
 
 
 def _unread(contents: Contents, values: dict[str, Any]) -> list[str]:
     """What config.json says of generation that is not what holds."""
     return [
-        f"{name} {value!r}"
+        f"{name} {quote(value)}"
         for name, value in contents.config.items()
         if (key := KEYS.get(name)) is not None
         and key.treatment != "no effect"

@@ -23,7 +23,8 @@ MISSING = {"bos": "transformers refuses", "eos": "lets transformers end no targe
 # What settings must be where they are not null; others are checked where they are used.
 WHOLE = (
     "encoder_attention_heads", "decoder_attention_heads", "max_position_embeddings", "n_positions", "max_length",
-    "max_new_tokens", "min_length", "min_new_tokens", "pad_token_id", "decoder_start_token_id", "num_beams",
+    "max_new_tokens", "min_length", "min_new_tokens", "pad_token_id", "decoder_start_token_id", "bos_token_id",
+    "num_beams",
     "forced_bos_token_id", "relative_attention_max_distance", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
     "top_k",
 )  # fmt: skip
@@ -96,7 +97,8 @@ def _special_ids(found: PartialCheckpoint, contents: Contents, generation: Gener
         value, origin = special_id(generation, contents, theirs)
         if name in MISSING.keys() - found.settings.keys() and value is not None and origin != generation.origin:
             found.notes.append(
-                f"{generation.origin} has no {theirs}, which {MISSING[name]}: the bundle takes {CONFIG}'s {value!r}"
+                f"{generation.origin} has no {theirs}, which {MISSING[name]}: "
+                f"the bundle takes {CONFIG}'s {quote(value)}"
             )
         if isinstance(value, list) and value:
             found.options["end_token"] = value

@@ -56,6 +56,8 @@ def recognise_checkpoint(contents: Contents, settings: Mapping[str, Any]) -> Par
         if found is not None:
             found.notes[:0] = [*weights.notes, *_settings_beside(weights)]
             found.place, found.other_places = weights.place, weights.others
+            if settings.get("ignore_generation") and reader is not huggingface.read:
+                found.problems.append("ignore_generation is for folders of Hugging Face: no other format has such keys")
             return found
     raise CheckpointError(
         f"{contents.path} is not a checkpoint of a known format: {_described(weights)}; known are: {KNOWN}",

@@ -47,6 +47,7 @@ OPTIONS = (
         "--ignore-generation",
         metavar="KEY",
         multiple=True,
+        callback=lambda _context, _option, keys: [*keys] or None,
         help="A key of generation_config.json to leave out, such as guidance_scale; can be repeated.",
     ),
     click.option("--weights", metavar="PLACE", help='The place of the weights in the file, such as "ema".'),
@@ -71,20 +72,17 @@ def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def given_settings(config: Path | None, options: dict[str, Any]) -> dict[str, Any]:
     """The settings of the file, if there is one, and of the options that were given, which go before.
 
-    Weights to ignore are those of both.
+    Weights and keys to ignore are those of both.
 
     Raises:
         CheckpointError: the file is none of settings.
     """
-    given = {name: value for name, value in options.items() if value not in (None, ())}
-    ignored = given.pop("ignore_weights", [])
-    if "ignore_generation" in given:
-        given["ignore_generation"] = [*given["ignore_generation"]]
+    given = {name: value for name, value in options.items() if value is not None}
+    ignored = {"ignore": given.pop("ignore_weights", []), "ignore_generation": given.pop("ignore_generation", [])}
     settings: dict[str, Any] = {}
     if config is not None:
         from tfm_export.checkpoints import read_settings
 
         settings = read_settings(config)
-    if ignored:
-        given["ignore"] = [*settings.get("ignore", []), *ignored]
+    given |= {name: [*settings.get(name, []), *names] for name, names in ignored.items() if names}
     return {**settings, **given}

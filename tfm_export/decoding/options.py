@@ -162,13 +162,8 @@ class DecodeOptions:
     def __post_init__(self) -> None:
         if problems := [*_wrong_types(self)] or [*_out_of_range(self), *_wrong_parts(self), *_contradictions(self)]:
             raise RequestError(problems)
-        for name in (
-            "target_prefix",
-            "start_tokens",
-            "end_token",
-            "begin_suppress_tokens",
-            "exponential_decay_length_penalty",
-        ):
+        sequences = ("target_prefix", "start_tokens", "end_token", "begin_suppress_tokens")
+        for name in (*sequences, "exponential_decay_length_penalty"):
             if (value := getattr(self, name)) is not None and not isinstance(value, numbers.Integral):
                 object.__setattr__(self, name, tuple(value))
         object.__setattr__(self, "suppress_sequences", tuple(tuple(sequence) for sequence in self.suppress_sequences))
