@@ -13,10 +13,12 @@ import transformers
 from torch import Tensor, nn
 
 from tests.checkpoints.parity import assert_same_model
+from tfm_export import load
 from tfm_export.bundle import Limits
 from tfm_export.checkpoints import SourceModel, read_checkpoint
 from tfm_export.decoding import DecodeOptions, generate
-from tfm_export.errors import CheckpointError
+from tfm_export.errors import CheckpointError, ExportError
+from tfm_export.export import export_bundle
 from tfm_export.runtime.torch_model import TorchModel
 
 V, PAD, LONGEST = 59, 1, 20
@@ -236,6 +238,29 @@ def test_a_missing_start_token_may_be_given(saved: Callable[[str], tuple[Any, Pa
     source = read_checkpoint(folder, {"bos": 2})
     theirs, ours = theirs_and_ours(model, source)
     assert ours == theirs
+
+
+@pytest.mark.slow
+def test_t5_takes_sequences_beyond_the_length_that_it_was_trained_with(
+    saved: Callable[[str], tuple[Any, Path]], tmp_path: Path
+) -> None:
+    model, folder = saved("t5 1.1")
+    for longer in ({"max_source_length": 2**20 + 1}, {"max_target_length": 2**20 + 1}):
+        with pytest.raises(ExportError, match="must be from 1 to 1048576, the longest that the model takes"):
+            export_bundle(folder, tmp_path / "bundle", **longer)
+    assert_same_model(read_checkpoint(folder).model, Theirs(model), pad=0, source=600, target=530)
+    bundle, report = export_bundle(folder, tmp_path / "bundle", max_source_length=700, max_target_length=550)
+    assert bundle.manifest.limits == Limits(max_source_length=700, max_target_length=550)
+    assert report is not None
+    assert report.passed
+    ids = [3 + (i * i) % 50 for i in range(690)] + [1]
+    output = model.generate(torch.tensor([ids]), max_new_tokens=9, use_cache=False)[0, 1:].tolist()
+    with load(tmp_path / "bundle") as ours:
+        (answer,) = ours.generate_ids([ids], max_decoding_length=9, return_end_token=True)
+        assert answer.tokens == output
+        forced = {"max_decoding_length": 550, "min_decoding_length": 550, "no_repeat_ngram_size": 0}
+        (answer,) = ours.generate_ids([ids], **forced)
+    assert len(answer.tokens) == 550
 
 
 def test_options_without_a_counterpart_are_told(saved: Callable[[str], tuple[Any, Path]], tmp_path: Path) -> None:
