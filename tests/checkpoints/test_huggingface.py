@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.checkpoints.parity import assert_same_model
@@ -190,6 +191,40 @@ def test_shards_and_pickles_are_read_too(saved: Callable[[str], tuple[Any, Path]
     source = read_checkpoint(pickled)
     assert "weights stored as float16 are computed with in float32" in source.notes
     assert_same_model(source.model, Theirs(model.float()), pad=58)
+
+
+OWN_TABLES = {
+    "both embeddings": ("encoder.embed_tokens", "decoder.embed_tokens"),
+    "the projection": ("lm_head",),
+    "one embedding and the projection": ("decoder.embed_tokens", "lm_head"),
+}
+
+
+@pytest.mark.parametrize("tables", OWN_TABLES)
+@pytest.mark.parametrize("name", ["t5", "mt5", "bart"])
+def test_tables_that_differ_although_the_configuration_ties_them(
+    saved: Callable[[str], tuple[Any, Path]], tmp_path: Path, name: str, tables: str
+) -> None:
+    """Read as transformers reads them, whose weights they are."""
+    model, folder = saved(name)
+    folder = changed(folder, tmp_path / "changed")
+    weights = load_file(folder / "model.safetensors")
+    shared = next(key for key in weights if key.endswith("shared.weight"))
+    for table in OWN_TABLES[tables]:
+        prefix = "" if table == "lm_head" else shared.removesuffix("shared.weight")
+        weights[f"{prefix}{table}.weight"] = torch.randn_like(weights[shared])
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    theirs = type(model).from_pretrained(folder).eval()
+    source = read_checkpoint(folder)
+    assert_same_model(source.model, Theirs(theirs), pad=model.config.pad_token_id)
+    assert not source.model.config.tie_projection
+    notes = [note for note in source.notes if "differs from" in note]
+    assert len(notes) == 1
+    assert 'say "tie_projection": true' in notes[0]
+    if tables == "the projection":
+        source = read_checkpoint(folder, {"tie_projection": True})
+        assert_same_model(source.model, Theirs(model), pad=model.config.pad_token_id)
+        assert "not used, tie_projection is given: lm_head.weight" in source.notes
 
 
 def changed(folder: Path, target: Path, **config: Any) -> Path:
