@@ -39,7 +39,7 @@ def check_usual_ids_and_tokens(source: SourceModel) -> None:
     assert [*source.tokenizer] == ["tokenizer.json"]
 
 
-@pytest.mark.parametrize("name", ["relu", "gated", "rms"])
+@pytest.mark.parametrize("name", ["relu", "gated", "rms", "flash"])
 @torch.inference_mode()
 def test_opennmt_checkpoints_give_what_opennmt_computed(name: str) -> None:
     path = FIXTURES / f"opennmt_{name}.pt"
@@ -159,7 +159,10 @@ def test_shards_and_missing_vocabularies_of_eole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"max_relative_positions": 20}, "max_relative_positions is 20, which is not supported"),
+        ({"max_relative_positions": 20}, "max_relative_positions is 20: relative positions of Shaw et al."),
+        ({"max_relative_positions": -1}, "max_relative_positions is -1: rotary positions, which turn queries and keys"),
+        ({"max_relative_positions": -2}, "max_relative_positions is -2: ALiBi"),
+        ({"self_attn_type": "average"}, "self_attn_type is 'average', which is not supported; known are scaled-dot, "),
         ({"copy_attn": True}, "copy_attn is True"),
         ({"pos_ffn_activation_fn": "mish"}, "pos_ffn_activation_fn 'mish' is not known"),
         ({"heads": 3}, "d_model must be a multiple of heads, found 8 and 3"),
