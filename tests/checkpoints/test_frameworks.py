@@ -277,6 +277,36 @@ def test_fairseq_embeddings_of_another_width_are_refused(tmp_path: Path) -> None
         read_checkpoint(tmp_path / "model.pt")
 
 
+@pytest.mark.parametrize(
+    ("task", "problem"),
+    [
+        (
+            {"_name": "translation_multi_simple_epoch", "encoder_langtok": "src", "decoder_langtok": True},
+            "its task is translation_multi_simple_epoch, encoder_langtok 'src', decoder_langtok True: tokens for",
+        ),
+        ({"_name": "multilingual_translation"}, "its task is multilingual_translation: tokens for languages"),
+        ({"_name": "translation_from_pretrained_bart"}, "its task is translation_from_pretrained_bart: tokens"),
+        ({"_name": "translation_multi_simple_epoch", "encoder_langtok": None, "decoder_langtok": False}, None),
+        ({"_name": "translation"}, None),
+    ],
+)
+@pytest.mark.parametrize("new", [False, True], ids=["args", "cfg"])
+def test_fairseq_tasks_with_tokens_for_languages_are_refused(
+    tmp_path: Path, task: dict[str, Any], problem: str | None, *, new: bool
+) -> None:
+    arguments = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
+    old = {("task" if name == "_name" else name): value for name, value in task.items()}
+    state = as_fairseq(build("m2m_100"), arguments if new else {**arguments, **old}, new=new)
+    if new:
+        state["cfg"]["task"] = Namespace(**task)
+    torch.save(state, tmp_path / "model.pt")
+    if problem is None:
+        assert read_checkpoint(tmp_path / "model.pt").special_ids.bos == 2
+    else:
+        with pytest.raises(CheckpointError, match=f"(?s){problem}.*convert it to a folder of transformers"):
+            read_checkpoint(tmp_path / "model.pt")
+
+
 MARIAN_OPTIONS = {
     "type": "transformer",
     "transformer-heads": 2,

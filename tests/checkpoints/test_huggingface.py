@@ -267,6 +267,35 @@ def test_what_does_not_fit_is_refused(
         read_checkpoint(changed(saved("bart")[1], tmp_path / "changed", **config))
 
 
+def speech_and_images() -> dict[str, Any]:
+    """Tiny models whose encoders take no tokens."""
+    small = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+             "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}  # fmt: skip
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    whisper = transformers.WhisperConfig(**small, **ids, vocab_size=9, begin_suppress_tokens=None)
+    speech = transformers.Speech2TextConfig(**small, **ids, vocab_size=9)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    vit = transformers.ViTConfig(**sizes, image_size=8, patch_size=4)
+    text = transformers.BertConfig(**sizes, vocab_size=9, is_decoder=True, add_cross_attention=True)
+    both = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vit, text)
+    return {
+        "speech, Whisper": transformers.WhisperForConditionalGeneration(whisper),
+        "speech, Speech2Text": transformers.Speech2TextForConditionalGeneration(speech),
+        "images, a pair": transformers.VisionEncoderDecoderModel(both),
+    }
+
+
+@pytest.mark.parametrize("name", ["speech, Whisper", "speech, Speech2Text", "images, a pair"])
+def test_models_of_speech_and_images_are_told_by_name(tmp_path: Path, name: str) -> None:
+    speech_and_images()[name].save_pretrained(tmp_path / "model")
+    kind = name.partition(",")[0]
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(tmp_path / "model")
+    (problem,) = caught.value.problems
+    assert problem.endswith(f": it takes or makes {kind}, which is not supported")
+    assert "sources and targets must be tokens" in str(caught.value)
+
+
 def test_a_missing_start_token_may_be_given(saved: Callable[[str], tuple[Any, Path]], tmp_path: Path) -> None:
     model, folder = saved("bart")
     folder = changed(folder, tmp_path / "changed", decoder_start_token_id=None)
