@@ -13,6 +13,8 @@ from tfm_export.checkpoints.files import read_json
 from tfm_export.errors import CheckpointError
 
 SIDES = ("source", "target")
+# Of slow tokenizers: M2M-100's, PLBart's, mBART's; T5's and Pegasus's.
+SENTENCE_PIECES = ("sentencepiece.bpe.model", "spiece.model", "spm.model")
 MOST_UNNAMED = 128  # rows without a token: tables are padded to a multiple of 8 or so
 FAIRSEQ_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")  # of every fairseq dictionary, and not in its file
 
@@ -67,6 +69,13 @@ def folder_tokenizer(files: Mapping[str, Path], config: TransformerConfig) -> tu
         tokens = {side: _by_id(files[name], _size(config, side)) for side, name in names.items()}
         models = {side: files[f"{side}.spm"].read_bytes() for side in SIDES}
         return piece_files(models, tokens, language_codes=True), []
+    if pieces := [name for name in SENTENCE_PIECES if name in files]:
+        said = (
+            f"the folder has {pieces[0]} and no tokenizer.json: only the code of transformers says which id a piece "
+            "has, so the bundle takes ids, not texts. Save tokenizer.json with a fast tokenizer, or give subwords and "
+            "tokens of both sides in --config"
+        )
+        return {}, [said]
     said = (
         "the folder has no tokenizer.json, nor source.spm, target.spm and vocab.json: the bundle takes ids, not texts; "
         "AutoTokenizer.from_pretrained(...).save_pretrained(...) of a fast tokenizer writes tokenizer.json"
