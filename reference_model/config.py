@@ -57,7 +57,8 @@ class TransformerConfig:
             self-attentions' scores) or "none".
         relative_buckets: of relative positions: how many distances are told apart.
         relative_max_distance: of relative positions: from here on all distances are one.
-        max_length: the longest source: rows of its position table, where there is one.
+        max_length: the longest source: rows of its position table, where there is one. Without a table the model takes
+            longer ones too.
         longest_target: the same of targets; 0 stands for max_length.
         embedding_norm: normalise the embeddings, positions included.
         scale_embeddings: multiply embeddings by sqrt(d_model) (the paper).
@@ -159,6 +160,11 @@ class TransformerConfig:
     def _decoder_sizes(self) -> dict[str, Any]:
         names = {name.removeprefix("decoder_"): name for name in DECODER_SIZES}
         return {name: getattr(self, own) or getattr(self, name) for name, own in names.items()}
+
+    @property
+    def endless(self) -> bool:
+        """Whether there is no table of positions that could end; the longest sequences are a convention then."""
+        return self.positions in {"relative", "none"}
 
     @property
     def max_target_length(self) -> int:

@@ -132,12 +132,12 @@ class PositionalEncoding(nn.Module):
 
     def forward(self, embedded: Tensor, positions: Tensor | None = None) -> Tensor:
         """[B, T, M] -> [B, T, M]; the positions [B, T] are 0..T-1 unless they are given."""
-        length = embedded.size(1)
-        if length > self.length:
-            raise ValueError(
-                f"the position table has {self.length} rows (max_length), found a sequence of {length} tokens"
-            )
         if self.table is not None:
+            length = embedded.size(1)
+            if length > self.length:
+                raise ValueError(
+                    f"the position table has {self.length} rows (max_length), found a sequence of {length} tokens"
+                )
             embedded = embedded + (self.table[:length] if positions is None else self.table[positions])
         out: Tensor = self.dropout(self.norm(embedded))
         return out

@@ -39,7 +39,7 @@ def check_usual_ids_and_tokens(source: SourceModel) -> None:
     assert [*source.tokenizer] == ["tokenizer.json"]
 
 
-@pytest.mark.parametrize("name", ["relu", "gated", "rms"])
+@pytest.mark.parametrize("name", ["relu", "gated", "rms", "flash"])
 @torch.inference_mode()
 def test_opennmt_checkpoints_give_what_opennmt_computed(name: str) -> None:
     path = FIXTURES / f"opennmt_{name}.pt"
@@ -159,7 +159,10 @@ def test_shards_and_missing_vocabularies_of_eole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"max_relative_positions": 20}, "max_relative_positions is 20, which is not supported"),
+        ({"max_relative_positions": 20}, "max_relative_positions is 20: relative positions of Shaw et al."),
+        ({"max_relative_positions": -1}, "max_relative_positions is -1: rotary positions, which turn queries and keys"),
+        ({"max_relative_positions": -2}, "max_relative_positions is -2: ALiBi"),
+        ({"self_attn_type": "average"}, "self_attn_type is 'average', which is not supported; known are scaled-dot, "),
         ({"copy_attn": True}, "copy_attn is True"),
         ({"pos_ffn_activation_fn": "mish"}, "pos_ffn_activation_fn 'mish' is not known"),
         ({"heads": 3}, "d_model must be a multiple of heads, found 8 and 3"),
@@ -272,6 +275,36 @@ def test_fairseq_embeddings_of_another_width_are_refused(tmp_path: Path) -> None
     torch.save(state, tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match=r"decoder_input_dim .* is not decoder_embed_dim \(project_in_dim\)"):
         read_checkpoint(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize(
+    ("task", "problem"),
+    [
+        (
+            {"_name": "translation_multi_simple_epoch", "encoder_langtok": "src", "decoder_langtok": True},
+            "its task is translation_multi_simple_epoch, encoder_langtok 'src', decoder_langtok True: tokens for",
+        ),
+        ({"_name": "multilingual_translation"}, "its task is multilingual_translation: tokens for languages"),
+        ({"_name": "translation_from_pretrained_bart"}, "its task is translation_from_pretrained_bart: tokens"),
+        ({"_name": "translation_multi_simple_epoch", "encoder_langtok": None, "decoder_langtok": False}, None),
+        ({"_name": "translation"}, None),
+    ],
+)
+@pytest.mark.parametrize("new", [False, True], ids=["args", "cfg"])
+def test_fairseq_tasks_with_tokens_for_languages_are_refused(
+    tmp_path: Path, task: dict[str, Any], problem: str | None, *, new: bool
+) -> None:
+    arguments = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
+    old = {("task" if name == "_name" else name): value for name, value in task.items()}
+    state = as_fairseq(build("m2m_100"), arguments if new else {**arguments, **old}, new=new)
+    if new:
+        state["cfg"]["task"] = Namespace(**task)
+    torch.save(state, tmp_path / "model.pt")
+    if problem is None:
+        assert read_checkpoint(tmp_path / "model.pt").special_ids.bos == 2
+    else:
+        with pytest.raises(CheckpointError, match=f"(?s){problem}.*convert it to a folder of transformers"):
+            read_checkpoint(tmp_path / "model.pt")
 
 
 MARIAN_OPTIONS = {

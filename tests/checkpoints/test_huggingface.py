@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.checkpoints.parity import assert_same_model
+from tfm_export import load
 from tfm_export.bundle import Limits
 from tfm_export.checkpoints import SourceModel, read_checkpoint
 from tfm_export.decoding import DecodeOptions, generate
-from tfm_export.errors import CheckpointError
+from tfm_export.errors import CheckpointError, ExportError
+from tfm_export.export import export_bundle
 from tfm_export.runtime.torch_model import TorchModel
 
 V, PAD, LONGEST = 59, 1, 20
@@ -190,6 +193,40 @@ def test_shards_and_pickles_are_read_too(saved: Callable[[str], tuple[Any, Path]
     assert_same_model(source.model, Theirs(model.float()), pad=58)
 
 
+OWN_TABLES = {
+    "both embeddings": ("encoder.embed_tokens", "decoder.embed_tokens"),
+    "the projection": ("lm_head",),
+    "one embedding and the projection": ("decoder.embed_tokens", "lm_head"),
+}
+
+
+@pytest.mark.parametrize("tables", OWN_TABLES)
+@pytest.mark.parametrize("name", ["t5", "mt5", "bart"])
+def test_tables_that_differ_although_the_configuration_ties_them(
+    saved: Callable[[str], tuple[Any, Path]], tmp_path: Path, name: str, tables: str
+) -> None:
+    """Read as transformers reads them, whose weights they are."""
+    model, folder = saved(name)
+    folder = changed(folder, tmp_path / "changed")
+    weights = load_file(folder / "model.safetensors")
+    shared = next(key for key in weights if key.endswith("shared.weight"))
+    for table in OWN_TABLES[tables]:
+        prefix = "" if table == "lm_head" else shared.removesuffix("shared.weight")
+        weights[f"{prefix}{table}.weight"] = torch.randn_like(weights[shared])
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    theirs = type(model).from_pretrained(folder).eval()
+    source = read_checkpoint(folder)
+    assert_same_model(source.model, Theirs(theirs), pad=model.config.pad_token_id)
+    assert not source.model.config.tie_projection
+    notes = [note for note in source.notes if "differs from" in note]
+    assert len(notes) == 1
+    assert 'say "tie_projection": true' in notes[0]
+    if tables == "the projection":
+        source = read_checkpoint(folder, {"tie_projection": True})
+        assert_same_model(source.model, Theirs(model), pad=model.config.pad_token_id)
+        assert "not used, tie_projection is given: lm_head.weight" in source.notes
+
+
 def changed(folder: Path, target: Path, **config: Any) -> Path:
     """A copy of a folder with some of its config.json changed; None takes an entry out."""
     target.mkdir()
@@ -230,12 +267,64 @@ def test_what_does_not_fit_is_refused(
         read_checkpoint(changed(saved("bart")[1], tmp_path / "changed", **config))
 
 
+def speech_and_images() -> dict[str, Any]:
+    """Tiny models whose encoders take no tokens."""
+    small = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+             "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}  # fmt: skip
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    whisper = transformers.WhisperConfig(**small, **ids, vocab_size=9, begin_suppress_tokens=None)
+    speech = transformers.Speech2TextConfig(**small, **ids, vocab_size=9)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    vit = transformers.ViTConfig(**sizes, image_size=8, patch_size=4)
+    text = transformers.BertConfig(**sizes, vocab_size=9, is_decoder=True, add_cross_attention=True)
+    both = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vit, text)
+    return {
+        "speech, Whisper": transformers.WhisperForConditionalGeneration(whisper),
+        "speech, Speech2Text": transformers.Speech2TextForConditionalGeneration(speech),
+        "images, a pair": transformers.VisionEncoderDecoderModel(both),
+    }
+
+
+@pytest.mark.parametrize("name", ["speech, Whisper", "speech, Speech2Text", "images, a pair"])
+def test_models_of_speech_and_images_are_told_by_name(tmp_path: Path, name: str) -> None:
+    speech_and_images()[name].save_pretrained(tmp_path / "model")
+    kind = name.partition(",")[0]
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(tmp_path / "model")
+    (problem,) = caught.value.problems
+    assert problem.endswith(f": it takes or makes {kind}, which is not supported")
+    assert "sources and targets must be tokens" in str(caught.value)
+
+
 def test_a_missing_start_token_may_be_given(saved: Callable[[str], tuple[Any, Path]], tmp_path: Path) -> None:
     model, folder = saved("bart")
     folder = changed(folder, tmp_path / "changed", decoder_start_token_id=None)
     source = read_checkpoint(folder, {"bos": 2})
     theirs, ours = theirs_and_ours(model, source)
     assert ours == theirs
+
+
+@pytest.mark.slow
+def test_t5_takes_sequences_beyond_the_length_that_it_was_trained_with(
+    saved: Callable[[str], tuple[Any, Path]], tmp_path: Path
+) -> None:
+    model, folder = saved("t5 1.1")
+    for longer in ({"max_source_length": 2**20 + 1}, {"max_target_length": 2**20 + 1}):
+        with pytest.raises(ExportError, match="must be from 1 to 1048576, the longest that the model takes"):
+            export_bundle(folder, tmp_path / "bundle", **longer)
+    assert_same_model(read_checkpoint(folder).model, Theirs(model), pad=0, source=600, target=530)
+    bundle, report = export_bundle(folder, tmp_path / "bundle", max_source_length=700, max_target_length=550)
+    assert bundle.manifest.limits == Limits(max_source_length=700, max_target_length=550)
+    assert report is not None
+    assert report.passed
+    ids = [3 + (i * i) % 50 for i in range(690)] + [1]
+    output = model.generate(torch.tensor([ids]), max_new_tokens=9, use_cache=False)[0, 1:].tolist()
+    with load(tmp_path / "bundle") as ours:
+        (answer,) = ours.generate_ids([ids], max_decoding_length=9, return_end_token=True)
+        assert answer.tokens == output
+        forced = {"max_decoding_length": 550, "min_decoding_length": 550, "no_repeat_ngram_size": 0}
+        (answer,) = ours.generate_ids([ids], **forced)
+    assert len(answer.tokens) == 550
 
 
 def test_other_folders_are_told_what_is_expected(tmp_path: Path) -> None:

@@ -62,6 +62,16 @@ def test_a_folder_without_a_tokenizer_is_told() -> None:
     assert "takes ids, not texts" in said[0]
 
 
+@pytest.mark.parametrize("name", ["sentencepiece.bpe.model", "spiece.model"])
+def test_a_folder_with_sentencepiece_alone_is_told(tmp_path: Path, name: str) -> None:
+    """vocab.json beside it, as M2M-100 has it, lacks the languages' ids."""
+    files, said = folder_tokenizer({name: tmp_path / name, "vocab.json": tmp_path / "vocab.json"}, CONFIG)
+    assert files == {}
+    assert said[0].startswith(f"the folder has {name} and no tokenizer.json")
+    assert "takes ids, not texts" in said[0]
+    assert "--config" in said[0]
+
+
 def test_dictionaries_in_their_forms() -> None:
     assert list(DICTIONARIES["fairseq"]("a 10\nb@@ 3\n\u00a0 2\n")) == [
         "<s>",

@@ -80,18 +80,14 @@ CONFIGURATIONS = {
     },
 }
 FULL_CONFIGURATIONS = {
-    "T5's positions and unequal heads": {
+    "relative positions, unequal heads": {
         "positions": "relative",
-        "scale_attention": False,
-        "d_model": 45,
-        "heads": 2,
-        "d_head": 11,
-        "d_ff": 30,
+        "d_model": 60,
+        "heads": 3,
+        "d_ff": 48,
         "decoder_heads": 5,
-        "decoder_d_head": 6,
-        "decoder_d_ff": 21,
-        "gated_feed_forward": True,
-        "share_embeddings": True,
+        "decoder_d_head": 14,
+        "decoder_d_ff": 34,
     },
     "one head": {"heads": 1, "decoder_layers": 1},
     "heads of 7": {"d_model": 42, "heads": 6, "d_ff": 31},

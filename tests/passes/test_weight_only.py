@@ -224,6 +224,9 @@ def test_the_file_is_as_large_as_its_numbers(exported: Exported, bits: Bits, qua
         tables += [4 * d * length for d, length in {*both}]
         if config.positions == "learned" and both[0] == both[1]:
             tables.append(tables[-1])
+    else:  # a bias for each distance, of each stack's heads
+        farthest = config.relative_max_distance
+        tables += [4 * config.heads * (2 * farthest + 1), 4 * decoder.heads * (farthest + 1)]
     if not config.share_embeddings:
         tables.append(4 * config.source_vocabulary_size * config.d_model)
     sizes = list(tables)

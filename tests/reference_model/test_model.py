@@ -320,6 +320,13 @@ def test_the_output_may_be_scaled_down_before_the_projection() -> None:
     assert_close(scaled.project(x), exact)
 
 
+@pytest.mark.parametrize("positions", ["relative", "none"])
+def test_where_there_is_no_table_sequences_have_no_end(positions: str) -> None:
+    model = build(max_length=4, positions=positions)
+    ids = torch.ones(1, 9, dtype=torch.long)
+    assert model(ids, ids > 0, ids).shape == (1, 9, 11)
+
+
 def test_a_sequence_beyond_the_position_table_is_refused() -> None:
     model = build(max_length=4)
     model(torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.bool), torch.tensor([[1]]))

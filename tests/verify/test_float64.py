@@ -159,6 +159,15 @@ def test_onnx_runtime_computes_the_graphs(
     assert comparison.graph == []
 
 
+def test_constants_are_what_they_were_before_they_were_rounded() -> None:
+    """Roots of model widths and head sizes, some of which have six digits that round to the same float32."""
+    for whole in range(1, 5000):
+        for number in (whole**0.5, whole**-0.5, -(whole**0.5)):
+            assert float64.meant_by(float(np.float32(number))) == pytest.approx(number, rel=1e-15)
+    for number in (1e-5, 1e-6, 0.3, 1e9, 0.044715):
+        assert float64.meant_by(float(np.float32(number))) == number
+
+
 def bits_kept(array: Any, bits: int) -> Any:
     """Floats rounded to some bits behind the first one."""
     if not isinstance(array, np.ndarray) or array.dtype.kind != "f":

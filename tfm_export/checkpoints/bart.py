@@ -116,7 +116,7 @@ def _tables(found: PartialCheckpoint, config: Mapping[str, Any]) -> tuple[dict[s
     """The names of the embeddings and the projection, and which of them are one."""
     own = {"source": "encoder.embed_tokens.weight", "target": "decoder.embed_tokens.weight"}
     return find_tables(
-        found, own, "shared.weight", "lm_head.weight", untied=untied(config), alone=not ties_projection(config)
+        found, own, "shared.weight", "lm_head.weight", untied=untied(config), ties=ties_projection(config)
     )
 
 
@@ -137,7 +137,7 @@ def find_tables(
     projection: str,
     *,
     untied: bool = False,
-    alone: bool = False,
+    ties: bool | None = None,
 ) -> tuple[dict[str, str], str]:
     """Find embeddings and projection where files may leave out all but one of those that are tied.
 
@@ -147,7 +147,7 @@ def find_tables(
         shared: the name of the table of both sides.
         projection: the name of the projection's weight.
         untied: whether each side has its own table: transformers keeps one for both beside them, of no use then.
-        alone: whether the projection has its own weight, by the file's configuration.
+        ties: whether the projection is the target's embedding, by the file's configuration; None if it does not say.
 
     Returns:
         The name of each side's table, and of the projection's weight, which is the target's where they are tied.
@@ -164,9 +164,32 @@ def find_tables(
             keys.ignore([shared], f"{CONFIG} says that each side has its own embedding")
     one = names["source"] == names["target"] or same(tables.values())
     found.infer("share_embeddings", one, "comparing the tables")
-    tied = (projection not in keys and not alone) or same([tables["target"], keys.tensors.get(projection)])
-    found.infer("tie_projection", tied, "comparing the tables")
-    return names, projection
+    return names, _find_projection(found, names["target"], shared, projection, untied=untied, ties=ties)
+
+
+def _find_projection(
+    found: PartialCheckpoint, target: str, shared: str, projection: str, *, untied: bool, ties: bool | None
+) -> str:
+    """The name of the projection's weight; `find_tables` has the arguments.
+
+    A file may have tables that differ although its configuration ties them: transformers 5 takes them as they are, and
+    transformers 4 took the embedding for the projection.
+    """
+    keys = found.keys
+    embedding, own = keys.tensors.get(target), keys.tensors.get(projection)
+    if own is None and ties and not untied and shared in keys and not same([embedding, keys.tensors[shared]]):
+        projection, own = shared, keys.tensors[shared]
+    tied = (own is None and ties is not False) or same([embedding, own])
+    if tied or not ties or own is None:
+        found.infer("tie_projection", tied, "comparing the tables")
+    elif found.know("tie_projection", False, "comparing the tables"):
+        keys.ignore([projection], "tie_projection is given")
+    else:
+        found.notes.append(
+            f"{projection} differs from {target}, although {CONFIG} ties them: it is taken for the projection, as "
+            'transformers 5 does; if the model was used with transformers 4, say "tie_projection": true'
+        )
+    return projection
 
 
 def _place_positions(

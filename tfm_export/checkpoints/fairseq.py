@@ -29,6 +29,9 @@ MARKS = ("encoder.version", "encoder.embed_positions._float_tensor", "decoder.em
 COPIES = tuple(
     f"encoder.layers.*.{part}_{kind}" for part in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")
 )
+# Tasks whose sources or targets hold tokens that name languages, which no text here would get.
+LANGUAGES = ("multilingual_translation", "multilingual_translation_latent_depth", "translation_from_pretrained_bart")
+LANGUAGE_OPTIONS = ("encoder_langtok", "decoder_langtok", "add_lang_token", "prepend_bos_and_append_tgt_lang_id")
 PROJECTIONS = ("project_in_dim", "project_out_dim")
 # What would make it another model, each with the value at which it does not.
 UNSUPPORTED = {
@@ -57,6 +60,7 @@ def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> P
         for name, plain in UNSUPPORTED.items()
         if arguments.get(name, plain) not in (plain, None, "")
     ]
+    _refuse_languages(found, contents.state)
     if others := [name for name in PROJECTIONS if f"decoder.{name}.weight" in tensors]:
         found.problems.append(
             f"decoder_input_dim or decoder_output_dim is not decoder_embed_dim ({', '.join(others)}), "
@@ -87,6 +91,24 @@ def _arguments(state: Any) -> dict[str, Any]:
         if isinstance(values, dict):
             return values
     return {}
+
+
+def _refuse_languages(found: PartialCheckpoint, state: Any) -> None:
+    """Note what the task does with languages: since fairseq 0.10 it lies in "cfg", before among the arguments."""
+    config = state.get("cfg") if isinstance(state, dict) else None
+    task = config.get("task") if isinstance(config, dict) else None
+    values = task if isinstance(task, dict) else _arguments(state)
+    name = values.get("_name", values.get("task"))
+    told = [f"{option} {values[option]!r}" for option in LANGUAGE_OPTIONS if values.get(option)]
+    if name in LANGUAGES or told:
+        found.problems.append(
+            f"its task is {name}{''.join(f', {part}' for part in told)}: tokens for languages stand in sources or "
+            "targets, which is not supported in fairseq's files"
+        )
+        found.hint = (
+            "convert it to a folder of transformers (M2M-100 and mBART have conversions there), whose language tokens "
+            "are supported"
+        )
 
 
 def _sizes(found: PartialCheckpoint) -> None:

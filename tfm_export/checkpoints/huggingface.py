@@ -19,6 +19,24 @@ FAMILIES: dict[str, Callable[[Contents, Weights, Mapping[str, Any]], PartialChec
 }
 # What transformers does where the file that it reads lacks a special id.
 MISSING = {"bos": "transformers refuses", "eos": "lets transformers end no target before it is the longest"}
+# Encoder-decoders of other things than tokens.
+NOT_TEXT = {
+    "speech": [
+        "whisper",
+        "speech_to_text",
+        "speech_to_text_2",
+        "speecht5",
+        "speech-encoder-decoder",
+        "moonshine",
+        "moonshine_streaming",
+        "seamless_m4t",
+        "seamless_m4t_v2",
+        "musicgen",
+        "musicgen_melody",
+        "pop2piano",
+    ],
+    "images": ["vision-encoder-decoder", "pix2struct", "trocr", "florence2", "kosmos-2", "udop"],
+}
 
 # What settings must be where they are not null; others are checked where they are used.
 WHOLE = (
@@ -76,6 +94,12 @@ def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> P
     family = contents.config.get("model_type")
     if family is None:
         return None
+    for what, types in NOT_TEXT.items():
+        if family in types:
+            raise CheckpointError(
+                f"{contents.path} has model_type {family!r}: it takes or makes {what}, which is not supported",
+                f"sources and targets must be tokens; known are {', '.join(FAMILIES)}",
+            )
     _check_types(contents)
     if family not in FAMILIES:
         raise CheckpointError(

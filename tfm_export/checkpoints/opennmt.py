@@ -5,7 +5,7 @@ Pre-norm with final norms; the table of positions, where there is one, is in the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -26,15 +26,21 @@ GATED = ("silu", "gated-gelu")
 BLANK, UNKNOWN, START, END = "<blank>", "<unk>", "<s>", "</s>"
 # What would make it another model, each with the value at which it does not.
 UNSUPPORTED = {
-    "max_relative_positions": 0,
     "copy_attn": False,
-    "self_attn_type": "scaled-dot",
     "parallel_residual": False,
     "num_kv": 0,
     "num_experts": 0,
     "aan_useffn": False,
     "multiquery": False,
 }
+# The same attention by other kernels; the second is the default of version 3.
+ATTENTIONS = ("scaled-dot", "scaled-dot-flash")
+# Positions that enter each attention, in place of or beside those of the embeddings.
+POSITIONS = {
+    -1: "rotary positions, which turn queries and keys",
+    -2: "ALiBi, a bias that grows with the distance",
+}
+SHAW = "relative positions of Shaw et al., vectors that are added to keys and values"
 
 
 def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> PartialCheckpoint | None:
@@ -52,6 +58,7 @@ def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> P
         for name, plain in UNSUPPORTED.items()
         if options.get(name, plain) not in (plain, None)
     ]
+    found.problems += _attention_problems(options)
     _sizes(found)
     _tell(found, options)
     start = options.get("decoder_start_token") or START
@@ -68,6 +75,17 @@ def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> P
     )
     _place(found)
     return found
+
+
+def _attention_problems(options: Mapping[str, Any]) -> Iterator[str]:
+    kind, distance = options.get("self_attn_type"), options.get("max_relative_positions")
+    if kind not in {None, *ATTENTIONS}:
+        yield f"self_attn_type is {kind!r}, which is not supported; known are {', '.join(ATTENTIONS)}"
+    if distance:
+        yield (
+            f"max_relative_positions is {distance!r}: {POSITIONS.get(distance, SHAW)}; the graphs here have positions "
+            "in embeddings, or T5's, alone"
+        )
 
 
 def _sizes(found: PartialCheckpoint) -> None:

@@ -43,7 +43,7 @@ def place_tables(
         places[projection] = ["projection.weight"]
     else:
         places[target].append("projection.weight")
-        if projection not in embeddings.values():
+        if projection not in embeddings.values() and projection not in keys.ignored:
             keys.ignore([projection], "the same as the target embedding")
     for key, names in places.items():
         keys.put(names, key)

@@ -43,7 +43,7 @@ def read(contents: Contents, weights: Weights, settings: Mapping[str, Any]) -> P
     _tell(found, config)
     own = {"source": "encoder.embed_tokens.weight", "target": "decoder.embed_tokens.weight"}
     embeddings, projection = find_tables(
-        found, own, "shared.weight", "lm_head.weight", untied=untied(config), alone=not ties_projection(config)
+        found, own, "shared.weight", "lm_head.weight", untied=untied(config), ties=ties_projection(config)
     )
     found.know("scale_projection", _scales(found, config), CONFIG)
     place_tables(found, embeddings=embeddings, projection=projection, bias="lm_head.bias", positions=None)

@@ -18,6 +18,8 @@ SIDES = ("source", "target")
 PADDED_TO = (8, 16, 32, 64, 128)  # tables have more rows than tokens where they are padded to a multiple of these
 MOST_SURPLUS = 8  # tokens of a tokenizer beyond the rows of the model, such as a mask that only training used
 MOST_IDS = 10_000_000  # of a dictionary that writes its ids
+# Of slow tokenizers: M2M-100's, PLBart's, mBART's; T5's and Pegasus's.
+SENTENCE_PIECES = ("sentencepiece.bpe.model", "spiece.model", "spm.model")
 FAIRSEQ_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")  # of every fairseq dictionary, and not in its file
 
 
@@ -72,6 +74,13 @@ def folder_tokenizer(files: Mapping[str, Path], config: TransformerConfig) -> tu
         tokens = {side: _by_id(files[name], side, _size(config, side), said) for side, name in names.items()}
         models = {side: files[f"{side}.spm"].read_bytes() for side in SIDES}
         return piece_files(models, tokens, language_codes=True), [*dict.fromkeys(said)]
+    if pieces := [name for name in SENTENCE_PIECES if name in files]:
+        unread = (
+            f"the folder has {pieces[0]} and no tokenizer.json: only the code of transformers says which id a piece "
+            "has, so the bundle takes ids, not texts. Save tokenizer.json with a fast tokenizer, or give subwords and "
+            "tokens of both sides in --config"
+        )
+        return {}, [unread]
     missing = (
         "the folder has no tokenizer.json, nor source.spm, target.spm and vocab.json: the bundle takes ids, not texts; "
         "AutoTokenizer.from_pretrained(...).save_pretrained(...) of a fast tokenizer writes tokenizer.json"

@@ -9,9 +9,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from reference_model import TransformerConfig
 from tfm_export import graph
 from tfm_export.bundle import GOLDEN, TOKENIZER, Bundle, Limits, Manifest, write_text
 from tfm_export.checkpoints import Adapter, Factory, SourceModel, read_adapter, read_checkpoint
+from tfm_export.checkpoints.key_map import MOST_POSITIONS
 from tfm_export.errors import ExportError, ParityError, RequestError
 from tfm_export.export.golden import MOST_LINES, GoldenSet, GoldenSource, make_golden, synthetic_sources
 from tfm_export.export.promises import check_promises
@@ -63,8 +65,9 @@ def export_bundle(
         inputs: real source texts for the golden set; without them it is synthetic.
         expectations: the user's own pairs: the reading of the checkpoint is held to them, and they join the golden set.
         made_from: files, beside the checkpoint, that must not go with a bundle that is replaced.
-        max_source_length: the longest source in tokens, its end token included; None for all that the model takes.
-        max_target_length: the longest target in tokens, its end token included; None for all that the model takes.
+        max_source_length: the longest source in tokens, its end token included; None for all that the model takes, or,
+            if its positions have no end, the length that its configuration names.
+        max_target_length: the same of targets.
         attention_layer: also write the graph that gives this decoder layer's cross-attention weights; negative counts
             from the last.
         verify: compare with PyTorch before the bundle is put in place.
@@ -124,8 +127,10 @@ def export_bundle(
 
 def _limits(source: SourceModel, max_source_length: int | None, max_target_length: int | None) -> Limits:
     config = source.model.config
-    longest = {"source": config.max_length, "target": config.max_target_length}
+    usual = {"source": config.max_length, "target": config.max_target_length}
     asked = {"source": max_source_length, "target": max_target_length}
+    endless = isinstance(config, TransformerConfig) and config.endless
+    longest = dict.fromkeys(usual, MOST_POSITIONS) if endless else usual
     problems = [
         f"max {side} length must be from 1 to {longest[side]}, the longest that the model takes; found {value}"
         for side, value in asked.items()
@@ -134,8 +139,8 @@ def _limits(source: SourceModel, max_source_length: int | None, max_target_lengt
     if problems:
         raise ExportError(problems)
     return Limits(
-        max_source_length=max_source_length or longest["source"],
-        max_target_length=max_target_length or longest["target"],
+        max_source_length=max_source_length or usual["source"],
+        max_target_length=max_target_length or usual["target"],
     )
 
 

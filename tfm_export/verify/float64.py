@@ -205,14 +205,17 @@ class Float64Graph:
 
 def meant_by(rounded: float) -> float | None:
     """The number that somebody wrote who got this one by rounding to float32; None if that cannot be told."""
-    fraction, _ = math.frexp(rounded)
-    if not math.isfinite(rounded) or math.ldexp(fraction, FEW_BITS) % 1 == 0:
+    if not math.isfinite(rounded) or not rounded:
         return rounded
-    candidates = [float(f"{rounded:.{FEW_DIGITS}g}")]
+    candidates = []  # roots first: 1 / sqrt(47) has six digits too that give the same float32
     for whole in (round(rounded**2), round(1 / rounded**2)):
         if 0 < whole <= LARGEST_ROOTED:
             root = math.copysign(math.sqrt(whole), rounded)
             candidates += [root, 1 / root]
+    fraction, _ = math.frexp(rounded)
+    if math.ldexp(fraction, FEW_BITS) % 1 == 0:
+        candidates.append(rounded)
+    candidates.append(float(f"{rounded:.{FEW_DIGITS}g}"))
     return next((number for number in candidates if np.float32(number) == np.float32(rounded)), None)
 
 
