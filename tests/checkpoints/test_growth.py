@@ -236,10 +236,11 @@ def test_a_lack_of_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             path = tmp_path / ("model.pt" if module is torch else "model.npz")
             with pytest.raises(CheckpointError, match=r"bytes, and reading it takes more memory .*\n.*ulimit -v"):
                 read_checkpoint(path)
-    monkeypatch.setattr("tfm_export.checkpoints.inspect_checkpoint", lack)
-    result = CliRunner().invoke(cli, ["inspect", str(tmp_path / "model.pt")])
-    assert result.exit_code == 1
-    assert "this takes more memory than the process can get" in result.stderr
+    for instead in (lack, allocate):
+        monkeypatch.setattr("tfm_export.checkpoints.inspect_checkpoint", instead)
+        result = CliRunner().invoke(cli, ["inspect", str(tmp_path / "model.pt")])
+        assert result.exit_code == 1
+        assert "this takes more memory than the process can get" in result.stderr
 
 
 def test_long_and_unprintable_names_are_shortened(tmp_path: Path) -> None:
