@@ -174,6 +174,9 @@ def test_lists_that_hold_each_other_beside_weights_are_no_matter(tmp_path: Path)
     (tmp_path / "model.pt").write_bytes(archive(doubled_list(60)))
     with held_to_limits(0), pytest.raises(CheckpointError, match="holds no tensors by name"):
         read_checkpoint(tmp_path / "model.pt")
+    written_out = json.dumps(pickles.load_pickle(tmp_path / "model.pt"))
+    assert pickles.ENDLESS in written_out
+    assert len(written_out) < 10**9
 
 
 def test_a_part_without_end_is_quoted_shortly(tmp_path: Path) -> None:

@@ -248,14 +248,14 @@ def test_what_is_not_the_models_is_named_with_the_switch_that_leaves_it_out(tmp_
 
 
 def test_what_is_ignored_hides_no_common_prefix(tmp_path: Path) -> None:
-    state = {f"model.{name}": weight for name, weight in LAYOUTS["tutorial"]().state_dict().items()}
+    state = {f"model.{name}": weight for name, weight in LAYOUTS["torch"]().state_dict().items()}
     torch.save({**state, "criterion.weight": torch.ones(13)}, tmp_path / "m.pt")
     torch.save({"net.a": torch.ones(1), "net.b": torch.ones(1), "criterion.weight": torch.ones(1)}, tmp_path / "n.pt")
     with pytest.raises(CheckpointError, match=r"such as criterion\.\*, --ignore-weights leaves them out"):
         read(tmp_path / "n.pt", {})
-    arguments = ["inspect", str(tmp_path / "m.pt"), "--heads", "3", "--ignore-weights", "criterion.*", "--json"]
-    options = [word for name, i in IDS.items() for word in (f"--{name.replace('_', '-')}", str(i))]
-    shown = json.loads(CliRunner().invoke(cli, [*arguments, *options]).stdout)
+    (tmp_path / "settings.json").write_text(json.dumps({**TORCH, "ignore": ["no.such"]}))
+    arguments = ["--config", str(tmp_path / "settings.json"), "--ignore-weights", "criterion.*", "--json"]
+    shown = json.loads(CliRunner().invoke(cli, ["inspect", str(tmp_path / "m.pt"), *arguments]).stdout)
     assert "not used, as the settings say: criterion.weight" in shown["notes"]
     assert "stripped from names: 'model.'" in shown["notes"]
     assert shown["problems"] == []
