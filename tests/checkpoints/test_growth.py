@@ -174,6 +174,9 @@ def test_lists_that_hold_each_other_beside_weights_are_no_matter(tmp_path: Path)
     (tmp_path / "model.pt").write_bytes(archive(doubled_list(60)))
     with held_to_limits(0), pytest.raises(CheckpointError, match="holds no tensors by name"):
         read_checkpoint(tmp_path / "model.pt")
+    written_out = json.dumps(pickles.load_pickle(tmp_path / "model.pt"))
+    assert pickles.ENDLESS in written_out
+    assert len(written_out) < 10**9
 
 
 def test_a_part_without_end_is_quoted_shortly(tmp_path: Path) -> None:
@@ -236,10 +239,11 @@ def test_a_lack_of_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             path = tmp_path / ("model.pt" if module is torch else "model.npz")
             with pytest.raises(CheckpointError, match=r"bytes, and reading it takes more memory .*\n.*ulimit -v"):
                 read_checkpoint(path)
-    monkeypatch.setattr("tfm_export.checkpoints.inspect_checkpoint", lack)
-    result = CliRunner().invoke(cli, ["inspect", str(tmp_path / "model.pt")])
-    assert result.exit_code == 1
-    assert "this takes more memory than the process can get" in result.stderr
+    for instead in (lack, allocate):
+        monkeypatch.setattr("tfm_export.checkpoints.inspect_checkpoint", instead)
+        result = CliRunner().invoke(cli, ["inspect", str(tmp_path / "model.pt")])
+        assert result.exit_code == 1
+        assert "this takes more memory than the process can get" in result.stderr
 
 
 def test_long_and_unprintable_names_are_shortened(tmp_path: Path) -> None:

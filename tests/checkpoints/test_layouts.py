@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 
 from tests.checkpoints.parity import assert_same_model
 from tests.oracles.layouts import Annotated, TorchSeq2Seq, Tutorial
 from tfm_export.checkpoints import SourceModel, inspect_checkpoint, read_checkpoint
+from tfm_export.cli import cli
 from tfm_export.errors import CheckpointError
 
 # What PyTorch says of an odd number of heads.
@@ -236,6 +239,38 @@ def test_useless_weights_may_be_left_out_by_name(tmp_path: Path) -> None:
         read(tmp_path / "m.pt", {**IDS, "heads": 3})
     source = read(tmp_path / "m.pt", {**IDS, "heads": 3, "ignore": ["criterion.*"]})
     assert "not used, as the settings say: criterion.weight, criterion.count" in source.notes
+
+
+def test_what_is_not_the_models_is_named_with_the_switch_that_leaves_it_out(tmp_path: Path) -> None:
+    beside = {
+        "criterion.weight": "'criterion.*'",
+        "metrics.bleu.total": "'*total'",
+        "decoder.position_ids": "'*position_ids'",
+        "encoder.norm.num_batches_tracked": "'*num_batches_tracked'",
+        "causal_mask": "'*causal_mask'",
+    }
+    state = {**LAYOUTS["tutorial"]().state_dict(), **dict.fromkeys(beside, torch.ones(1))}
+    torch.save({**state, "decoder.layers.0.extra.weight": torch.ones(1)}, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError) as caught:
+        read(tmp_path / "m.pt", {**IDS, "heads": 3})
+    for name, pattern in beside.items():
+        assert f"unexpected: {name} [1] (if the model does not use it: --ignore-weights {pattern})" in str(caught.value)
+    # A layer may well have a part that is not supported: it is not to be waved away.
+    assert "unexpected: decoder.layers.0.extra.weight [1]\n" in str(caught.value)
+
+
+def test_what_is_ignored_hides_no_common_prefix(tmp_path: Path) -> None:
+    state = {f"model.{name}": weight for name, weight in LAYOUTS["torch"]().state_dict().items()}
+    torch.save({**state, "criterion.weight": torch.ones(13)}, tmp_path / "m.pt")
+    torch.save({"net.a": torch.ones(1), "net.b": torch.ones(1), "criterion.weight": torch.ones(1)}, tmp_path / "n.pt")
+    with pytest.raises(CheckpointError, match=r"such as criterion\.\*, --ignore-weights leaves them out"):
+        read(tmp_path / "n.pt", {})
+    (tmp_path / "settings.json").write_text(json.dumps({**TORCH, "ignore": ["no.such"]}))
+    arguments = ["--config", str(tmp_path / "settings.json"), "--ignore-weights", "criterion.*", "--json"]
+    shown = json.loads(CliRunner().invoke(cli, ["inspect", str(tmp_path / "m.pt"), *arguments]).stdout)
+    assert "not used, as the settings say: criterion.weight" in shown["notes"]
+    assert "stripped from names: 'model.'" in shown["notes"]
+    assert shown["problems"] == []
 
 
 def test_tokens_in_the_settings_become_the_tokenizer(tmp_path: Path) -> None:

@@ -163,3 +163,18 @@ def test_damaged_files_and_too_many_tokens_are_refused(tmp_path: Path) -> None:
         load_tokenizer(
             bundle_of(tmp_path / "large", {**state, "huggingface.json": unigram().to_str().encode()}, size=20)
         )
+
+
+def test_what_the_library_fails_at_is_told(tmp_path: Path) -> None:
+    state = json.loads(unigram().to_str())
+    state["model"]["unk_id"] = None
+    files = {"tokenizer.json": b'{"kind": "huggingface"}', "huggingface.json": json.dumps(state).encode()}
+    bundle = bundle_of(tmp_path, files)
+    ours = load_tokenizer(bundle)
+    assert ours is not None
+    with pytest.raises(RequestError, match=r"the tokenizer cannot split 'ш': .*unk_id"):
+        ours.encode_source("ш")
+    state["model"]["unk_id"] = 10**6
+    (tmp_path / "tokenizer" / "huggingface.json").write_text(json.dumps(state))
+    with pytest.raises(BundleError, match="is no tokenizer: "):
+        load_tokenizer(bundle)

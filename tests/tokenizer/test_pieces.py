@@ -100,6 +100,24 @@ def test_codes_of_subword_nmt(tmp_path: Path, text: str) -> None:
         assert ours.decode_target(ids).split() == text.split()
 
 
+@pytest.mark.parametrize(
+    ("codes", "problem"),
+    [
+        (b"#version: 0.2\nh e\n\nl l\n", "line 3 must be two units, separated by a space, found"),
+        (b"#version: 0.2\nh e l\n", "line 2 must be two units"),
+        (b"#version: 9.2\nh e\n", "its version must be one of 0.1, 0.2, found '#version: 9.2"),
+    ],
+)
+def test_damaged_codes_do_not_end_the_process(
+    tmp_path: Path, codes: bytes, problem: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import_or_skip("subword_nmt", "tokenizers")
+    files = piece_files({"source": codes, "target": codes}, {"source": ["a"], "target": ["a"]})
+    with pytest.raises(BundleError, match=problem):
+        load_tokenizer(bundle_of(tmp_path, files, size=1, **IDS))
+    assert capfd.readouterr() == ("", "")
+
+
 def test_all_that_does_not_fit_is_named(tmp_path: Path) -> None:
     state = {
         "kind": "pieces",

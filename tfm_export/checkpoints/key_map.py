@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -151,6 +151,7 @@ class KeyMap:
         except (RuntimeError, TypeError, OverflowError) as problem:
             return [f"the configuration has sizes that no memory holds: {str(problem).splitlines()[0]}"]
         problems = list(self.problems)
+        parts = {key.split(".", maxsplit=1)[0] for key in self.used}
         problems += _cut(
             [f"nothing in the file is {name} {list(expected[name])}" for name in expected if not self._fills(name)]
         )
@@ -163,7 +164,10 @@ class KeyMap:
             ]
         )
         problems += _cut(
-            [f"unexpected: {shorten(key)} {list(self.tensors[key].shape)}{self._advice(key)}" for key in self.unused()]
+            [
+                f"unexpected: {shorten(key)} {list(self.tensors[key].shape)}{_advice(key, parts)}"
+                for key in self.unused()
+            ]
         )
         checked: set[int] = set()
         for name, weight in self.placed.items():
@@ -171,18 +175,6 @@ class KeyMap:
                 place = f"{self.origins[name]}, for {name}" if name in self.origins else name
                 problems.append(f"{place}: {wrong}")
         return problems
-
-    def _advice(self, key: str) -> str:
-        """How to leave out a weight that may be none of the model's: nothing shares the first part of its name."""
-        first, _, rest = key.partition(".")
-        parts = {used.split(".", maxsplit=1)[0] for used in self.used}
-        if NOT_LEARNED.search(key):
-            pattern = f"*{key.rsplit('.', maxsplit=1)[-1]}"
-        elif first not in parts:
-            pattern = f"{first}.*" if rest else first
-        else:
-            return ""
-        return f" (if the model does not use it: --ignore-weights {shlex.quote(shorten(pattern))})"
 
     def _forgotten_biases(self) -> list[str]:
         """Biases that a file lacks while it has those of the same part elsewhere: there should be some."""
@@ -254,6 +246,23 @@ def third(number: int) -> Callable[[Tensor], Tensor]:
         return tensor if rest else tensor[number * count : (number + 1) * count]
 
     return change
+
+
+def _advice(key: str, parts: Collection[str]) -> str:
+    """How to leave out a weight that may be none of the model's.
+
+    Args:
+        key: its name.
+        parts: the first parts of the names that are the model's.
+    """
+    first, _, rest = key.partition(".")
+    if NOT_LEARNED.search(key):
+        pattern = f"*{key.rsplit('.', maxsplit=1)[-1]}"
+    elif first not in parts:
+        pattern = f"{first}.*" if rest else first
+    else:
+        return ""
+    return f" (if the model does not use it: --ignore-weights {shlex.quote(shorten(pattern))})"
 
 
 def _part(name: str) -> str:

@@ -67,7 +67,9 @@ class CommandGroup(click.Group):
                 raise
             print_error(RequestError(f"the output could not be written: {problem.strerror}", "make room on the disk"))
             ctx.exit(RequestError.exit_code)
-        except MemoryError:
+        except (MemoryError, RuntimeError) as problem:
+            if isinstance(problem, RuntimeError) and "can't allocate memory" not in str(problem):  # PyTorch's words
+                raise
             print_error(
                 RequestError(
                     "this takes more memory than the process can get",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tfm_export.bundle import TOKENIZER, Bundle, SpecialIds
-from tfm_export.errors import BundleError, RequestError
+from tfm_export.errors import BundleError, RequestError, TfmExportError
 from tfm_export.extras import require
+from tfm_export.quotation import quote, shorten
 from tfm_export.tokenizer.languages import AS_IT_IS, Languages, Reading, TargetStart
 from tfm_export.tokenizer.settled import settled_text
 
@@ -28,8 +30,9 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, special: SpecialIds) -> None:
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
+        with _told(BundleError, "the tokenizer cannot be used"):
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
         self._tokenizer, self._special = tokenizer, special
         named = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._languages = Languages(named.items(), special=True)
@@ -40,7 +43,7 @@ class HuggingFaceTokenizer:
 
     def encode_source(self, text: str, reading: Reading = AS_IT_IS) -> list[int]:
         """The ids of a source text with its special tokens; see `Tokenizer.encode_source`."""
-        encoding = self._reading(reading).encode(text)
+        encoding = self._encode(text, reading)
         if all(encoding.special_tokens_mask):
             raise RequestError("the text is empty")
         ids: list[int] = encoding.ids
@@ -58,7 +61,7 @@ class HuggingFaceTokenizer:
 
     def split_source(self, text: str, reading: Reading = AS_IT_IS) -> list[str]:
         """What each token is in the text; empty for special tokens; see `Tokenizer.split_source`."""
-        encoding = self._reading(reading).encode(text)
+        encoding = self._encode(text, reading)
         added = len(self.encode_source(text, reading)) - len(encoding.ids)
         pieces = [""] * added + [text[start:end] for start, end in encoding.offsets]
         return pieces[:-1] if encoding.ids[-1:] == [self._special.eos] else pieces
@@ -86,7 +89,7 @@ class HuggingFaceTokenizer:
 
     def encode_target(self, text: str) -> list[int]:
         """The ids of a target text, without special tokens; see `Tokenizer.encode_target`."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._encode(text, add_special_tokens=False).ids
         return ids
 
     def decode_target(self, ids: Sequence[int], replacements: Mapping[int, str] | None = None) -> str:
@@ -112,7 +115,10 @@ class HuggingFaceTokenizer:
     def _join(self, tokens: list[str]) -> str:
         """The text of tokens; some of their decoders fail without any."""
         decoder = self._tokenizer.decoder
-        joined: str = decoder.decode(tokens) if tokens and decoder is not None else " ".join(tokens)
+        if not tokens or decoder is None:
+            return " ".join(tokens)
+        with _told(RequestError, "the tokenizer has no text for these tokens"):
+            joined: str = decoder.decode(tokens)
         return joined
 
     def source_tokens(self, ids: Sequence[int]) -> list[str]:
@@ -122,6 +128,10 @@ class HuggingFaceTokenizer:
     def target_tokens(self, ids: Sequence[int]) -> list[str]:
         """The token of each target id."""
         return self._names(ids)
+
+    def _encode(self, text: str, reading: Reading = AS_IT_IS, **options: bool) -> Any:
+        with _told(RequestError, f"the tokenizer cannot split {quote(text)}"):
+            return self._reading(reading).encode(text, **options)
 
     def _names(self, ids: Sequence[int]) -> list[str]:
         """The token of each id; ids of rows that no token has, as models are padded with, get a made-up name."""
@@ -158,6 +168,19 @@ def _refuse_negative(ids: Sequence[int]) -> None:
         raise RequestError(f"an id must be at least 0, found {', '.join(map(str, wrong))}")
 
 
+@contextmanager
+def _told(kind: type[TfmExportError], what: str) -> Iterator[None]:
+    """Turn what the library raises into an error of ours; its errors are bare exceptions, and some are panics."""
+    try:
+        yield
+    except BaseException as problem:
+        if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":
+            raise
+        raise kind(
+            f"{what}: {shorten(str(problem), 400)}", "the tokenizer that the model was trained with"
+        ) from problem
+
+
 def load(state: dict[str, Any], bundle: Bundle) -> HuggingFaceTokenizer:  # noqa: ARG001 (every kind's signature)
     """Read the tokenizer beside tokenizer.json.
 
@@ -169,13 +192,12 @@ def load(state: dict[str, Any], bundle: Bundle) -> HuggingFaceTokenizer:  # noqa
     import tokenizers
 
     path = bundle.path / FILE
-    try:
+    with _told(BundleError, f"{path} is no tokenizer"):
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as problem:  # their errors are bare exceptions
-        raise BundleError(f"{path} is no tokenizer: {problem}", "export the bundle again") from problem
     dimensions = bundle.manifest.dimensions
     size = min(dimensions.source_vocabulary_size, dimensions.target_vocabulary_size)
-    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    with _told(BundleError, f"{path} has no vocabulary"):
+        largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= size:
         raise BundleError(f"{path} has token id {largest}, the model {size} rows", "export the bundle again")
     return HuggingFaceTokenizer(tokenizer, bundle.manifest.special_ids)

@@ -18,6 +18,7 @@ from tfm_export.tokenizer.settled import settled_bytes
 from tfm_export.tokenizer.vocabulary import Side, VocabularyTokenizer
 
 SPACE = "\u2581"  # what SentencePiece has in the place of a space
+VERSIONS = ("0.1", "0.2")  # of subword-nmt's codes
 LANGUAGE = re.compile(r">>[^<>\s]+<<")
 
 
@@ -116,8 +117,11 @@ class BytePairs:
         from subword_nmt.apply_bpe import BPE
 
         text = decode_text(codes)
-        for number, line in enumerate(text.split("\n"), 1):  # the library would end the process
-            if line and not line.startswith("#version:") and len(line.strip("\r ").split(" ")) != 2:
+        for number, line in enumerate(io.StringIO(text), 1):  # the library would end the process, or fail at texts
+            if number == 1 and line.startswith("#version:"):
+                if line.split()[-1] not in VERSIONS:
+                    raise ValueError(f"its version must be one of {', '.join(VERSIONS)}, found {quote(line)}")
+            elif len(line.strip("\r\n ").split(" ")) != 2:
                 raise ValueError(f"line {number} must be two units, separated by a space, found {quote(line)}")
         self._codes = BPE(io.StringIO(text))
 
