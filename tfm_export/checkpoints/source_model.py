@@ -9,6 +9,8 @@ from typing import Any
 from reference_model import Transformer
 from tfm_export.bundle import GenerationDefaults, SpecialIds
 from tfm_export.checkpoints.adapter import Adapter
+from tfm_export.checkpoints.vocabularies import tokens_by_id
+from tfm_export.tokenizer.special_tokens import SpecialTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,3 +36,8 @@ class SourceModel:
     training: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def special_tokens(self) -> SpecialTokens:
+        """The special ids with their tokens."""
+        return SpecialTokens(ids=self.special_ids, tokens=tokens_by_id(self.tokenizer))

@@ -59,7 +59,7 @@ class DecodingSession:
 
     def __init__(self, model: StepModel, options: DecodeOptions, special: SpecialIds) -> None:
         check_options(model, options, special)
-        self._start, self._pad = list(options.start_tokens or [special.bos]), special.pad
+        self._start, self._pad = list(options.start_tokens or [special.bos]), special.for_sources.pad
         self._options, self._refill_at = options, model.capabilities.refill_at
         end_ids, longest = options.end_ids(special), longest_target(model, options)
         self._editor = Editor(options, end_ids, self._start, special.unk, longest)

@@ -136,7 +136,7 @@ def _facts(source: SourceModel) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in source.model.parameters()),
         "training": {name: fact for name, fact in source.training.items() if isinstance(fact, str | int | float)},
         "settings": source.settings,
-        "notes": source.notes,
+        "notes": [*source.notes, *source.special_tokens.doubts()],
     }
 
 

@@ -40,7 +40,7 @@ class HuggingFaceTokenizer:
         """What each token is in the text; empty for special tokens; see `Tokenizer.split_source`."""
         encoding = self._tokenizer.encode(text)
         pieces = [text[start:end] for start, end in encoding.offsets]
-        return pieces[:-1] if encoding.ids[-1:] == [self._special.eos] else pieces
+        return pieces[:-1] if encoding.ids[-1:] == [self._special.for_sources.eos] else pieces
 
     def encode_target(self, text: str) -> list[int]:
         """The ids of a target text, without special tokens; see `Tokenizer.encode_target`."""

@@ -67,17 +67,16 @@ class VocabularyTokenizer:
 
     def __init__(self, source: Side, target: Side, special: SpecialIds) -> None:
         self._source, self._target, self._special = source, target, special
-        reserved = {special.pad, special.bos, special.eos}
         self._source_ids, self._target_ids = (
-            {token: i for i, token in enumerate(side.tokens) if i not in reserved} for side in (source, target)
+            {token: i for i, token in enumerate(side.tokens) if i not in {ids.pad, ids.bos, ids.eos}}
+            for side, ids in ((source, special.for_sources), (target, special))
         )
 
     def encode_source(self, text: str) -> list[int]:
         """The ids of a source text, with the end token where the model wants it; see `Tokenizer.encode_source`."""
-        if not (ids := self._encode(text, self._source, self._source_ids)):
+        if not (ids := self._encode(text, self._source, self._source_ids, self._special.for_sources.unk)):
             raise RequestError("the text is empty")
-        special = self._special
-        return [*[special.bos] * special.source_starts_with_bos, *ids, *[special.eos] * special.source_ends_with_eos]
+        return self._special.wrap_source(ids)
 
     def split_source(self, text: str) -> list[str]:
         """The tokens of a source text as they stand in it; see `Tokenizer.split_source`."""
@@ -85,7 +84,7 @@ class VocabularyTokenizer:
 
     def encode_target(self, text: str) -> list[int]:
         """The ids of a target text, without start and end token; see `Tokenizer.encode_target`."""
-        return self._encode(text, self._target, self._target_ids)
+        return self._encode(text, self._target, self._target_ids, self._special.unk)
 
     def decode_target(self, ids: Sequence[int], replacements: Mapping[int, str] | None = None) -> str:
         """The text of a target; see `Tokenizer.decode_target`."""
@@ -97,16 +96,15 @@ class VocabularyTokenizer:
         ]
         return self._target.join(tokens)
 
-    def _encode(self, text: str, side: Side, ids: Mapping[str, int]) -> list[int]:
+    def _encode(self, text: str, side: Side, ids: Mapping[str, int], unk: int | None) -> list[int]:
         tokens = side.tokenize(text)
         unknown = sorted({token for token in tokens if token not in ids})
-        if unknown and self._special.unk is None:
+        if unknown and unk is None:
             raise RequestError(
                 f"{text!r} has {side.split} that the model does not know: {' '.join(map(repr, unknown))}",
                 f"write it with what the model was trained on: {_sample(ids)}",
             )
-        unk = -1 if self._special.unk is None else self._special.unk
-        return [ids.get(token, unk) for token in tokens]
+        return [ids[token] if unk is None else ids.get(token, unk) for token in tokens]
 
     def source_tokens(self, ids: Sequence[int]) -> list[str]:
         """The token of each source id."""
