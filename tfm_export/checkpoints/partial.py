@@ -37,11 +37,10 @@ DECODING = ("beam_size", "length_penalty")
 
 @dataclass(frozen=True)
 class Fact:
-    """A value and where it comes from, which may be the tokens of a dictionary that the user gave."""
+    """A value and where it comes from."""
 
     value: Any
     origin: str
-    by_dictionary: bool = False
 
 
 @dataclass
@@ -111,8 +110,12 @@ class PartialCheckpoint:
     def _told(self, role: str) -> bool:
         """Whether the dictionary of targets has a special token, which then is a fact."""
         if told := told_target(role, self.tokens):
-            self.facts[role] = Fact(*told, by_dictionary=True)
+            self._tell(role, *told)
         return told is not None
+
+    def _tell(self, name: str, value: int | None, origin: str) -> None:
+        self.facts[name] = Fact(value, origin)
+        self.notes.append(f"{name} is {value}: {origin}")
 
     @cached_property
     def tokens(self) -> dict[str, list[str]]:
@@ -158,7 +161,7 @@ class PartialCheckpoint:
             self._told("unk")
         for name, told in told_sources(self._known(*SPECIAL_IDS), self.tokens).items():
             if name not in self.facts:
-                self.facts[name] = Fact(*told, by_dictionary=True)
+                self._tell(name, *told)
         if self.keys.malformed:  # other shapes cannot be judged
             return [*self.problems, *self.keys.problems, *self.keys.malformed.values()]
         config = None if self.missing else self.config()
@@ -189,7 +192,6 @@ class PartialCheckpoint:
         if problems or config is None:
             raise refuse(self.path, problems, self.hint)
         tokenizer, said = self._tokenizer(config)
-        told = [f"{name} is {fact.value}: {fact.origin}" for name, fact in self.facts.items() if fact.by_dictionary]
         return SourceModel(
             path=self.path,
             model=self.keys.build(config),
@@ -202,7 +204,7 @@ class PartialCheckpoint:
             tokenizer=tokenizer,
             settings=dict(self.settings),
             training=self.training,
-            notes=[*self.notes, *said, *self.keys.notes(), *told],
+            notes=[*self.notes, *said, *self.keys.notes()],
         )
 
     def _tokenizer(self, config: TransformerConfig) -> tuple[dict[str, bytes], list[str]]:

@@ -28,6 +28,7 @@ def print_checkpoint(path: Path, settings: dict[str, Any], *, adapter: str | Non
     require("torch", extra="export")
     from tfm_export.checkpoints import inspect_checkpoint, read_adapter
 
+    special: SpecialTokens | None
     if adapter is not None:
         source = read_adapter(path, load_factory(adapter), settings)
         state, special = _adapter_state(source, adapter), source.special_tokens
