@@ -72,10 +72,13 @@ class SpecialTokens:
             rows = self.of(side)
             for role, (i, token) in rows.items():
                 same = [other for other, (j, _) in rows.items() if i is not None and j == i and other != role]
+                say = f"{prefix}{role} gives another"
+                if side == "target" and role == "unk":
+                    say += ", --source-unk alone one for sources only"
                 if token is not None and is_doubtful(token, role):
-                    yield f"is {token!r} the {side}'s {role}, id {i}? {prefix}{role} gives another"
+                    yield f"is {token!r} the {side}'s {role}, id {i}? {say}"
                 elif role == "unk" and same:
-                    yield f"is id {i} the {side}'s {' and '.join([*same, role])}? {prefix}{role} gives another"
+                    yield f"is id {i} the {side}'s {' and '.join([*same, role])}? {say}"
 
     def rows(self) -> list[list[str]]:
         """A table of them, which tells what is added to sources."""
