@@ -17,7 +17,7 @@ import json
 import os
 import shlex
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -73,16 +73,37 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpecialIds:
-    """The ids that are not text.
+class SourceIds:
+    """The ids of sources that are not text.
 
     Attributes:
         pad: fills the end of short sources.
+        bos: the start token; None where sources have none.
+        eos: the end token; None where sources have none.
+        unk: stands for unknown tokens; None where the vocabulary has no such token.
+    """
+
+    pad: int
+    bos: int | None
+    eos: int | None
+    unk: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecialIds:
+    """The ids that are not text: those of targets, and those of sources where they are others.
+
+    Attributes:
+        pad: fills the end of short targets.
         bos: what the decoder starts from.
         eos: ends a target.
-        source_ends_with_eos: sources get the end token appended.
-        source_starts_with_bos: sources get the start token put in front.
+        source_ends_with_eos: sources get their end token appended.
         unk: stands for unknown tokens; None where the vocabulary has no such token.
+        source_starts_with_bos: sources get their start token put in front.
+        source: the ids of sources; None where they are those of targets.
+
+    Raises:
+        ValueError: sources are to have a start or end token, and there is none.
     """
 
     pad: int
@@ -91,6 +112,26 @@ class SpecialIds:
     source_ends_with_eos: bool
     unk: int | None = None
     source_starts_with_bos: bool = False
+    source: SourceIds | None = None
+
+    def __post_init__(self) -> None:
+        if self.source == SourceIds(pad=self.pad, bos=self.bos, eos=self.eos, unk=self.unk):
+            object.__setattr__(self, "source", None)  # equal sets are equal however they were given
+        for name, needed in (("bos", self.source_starts_with_bos), ("eos", self.source_ends_with_eos)):
+            if needed and getattr(self.for_sources, name) is None:
+                raise ValueError(f"sources need their {name}, and have none")
+
+    @property
+    def for_sources(self) -> SourceIds:
+        """The ids of sources."""
+        return self.source or SourceIds(pad=self.pad, bos=self.bos, eos=self.eos, unk=self.unk)
+
+    def wrap_source(self, ids: Sequence[int]) -> list[int]:
+        """Put the start and end token around the ids of a source text, where the model wants them."""
+        source = self.for_sources
+        start = [source.bos] if self.source_starts_with_bos and source.bos is not None else []
+        end = [source.eos] if self.source_ends_with_eos and source.eos is not None else []
+        return [*start, *ids, *end]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +192,8 @@ class Manifest:
     def to_json(self) -> str:
         """The text of bundle.json."""
         state = asdict(self)
+        if self.special_ids.source is None:
+            del state["special_ids"]["source"]  # older versions of tfm-export do not know it
         return json.dumps({"format_version": state.pop("format_version"), **state}, indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
@@ -182,12 +225,12 @@ class Manifest:
                     **state,
                     "dimensions": Dimensions(**state["dimensions"]),
                     "limits": Limits(**state["limits"]),
-                    "special_ids": SpecialIds(**state["special_ids"]),
+                    "special_ids": _special_ids(state["special_ids"]),
                     "generation": GenerationDefaults(**state["generation"]),
                     "files": {name: FileEntry(**entry) for name, entry in state["files"].items()},
                 }
             )
-        except (KeyError, TypeError, AttributeError) as problem:
+        except (KeyError, TypeError, ValueError, AttributeError) as problem:
             expected = ", ".join(f.name for f in fields(cls))
             raise BundleError(
                 f"{path} does not have the fields of a manifest ({expected}): {shorten(str(problem))}",
@@ -233,6 +276,11 @@ class Manifest:
         longest = self.limits.max_target_length
         if not 1 <= self.generation.max_length <= longest:
             yield f"generation.max_length must be from 1 to {longest}, found {self.generation.max_length}"
+
+
+def _special_ids(state: Mapping[str, Any]) -> SpecialIds:
+    source = state.get("source")
+    return SpecialIds(**{**state, "source": None if source is None else SourceIds(**source)})
 
 
 def file_hash(path: Path) -> str:

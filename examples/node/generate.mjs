@@ -2,7 +2,6 @@
 
 import { readFile } from "node:fs/promises";
 import { join } from "node:path";
-import { createInterface } from "node:readline";
 import { parseArgs } from "node:util";
 
 import * as ort from "onnxruntime-node";
@@ -11,7 +10,8 @@ import { Generator, TextError, Vocabulary, graphName } from "../web/generator.mj
 
 const USAGE = `Usage: node generate.mjs [--variant fp32] BUNDLE [TEXT ...]
 
-Prints each TEXT, a tab and what the model makes of it; without a TEXT, each line of standard input.
+Prints each TEXT, a tab and what the model makes of it; without a TEXT, each line of standard input. Line n of the
+output belongs to line n of the input: for a text that cannot be decoded there is nothing behind the tab.
 BUNDLE is made by: tfm-export onnx CHECKPOINT --generate`;
 
 const BATCH = 32;
@@ -25,21 +25,39 @@ async function load(folder, variant) {
   return new Generator(ort, session, manifest, vocabulary);
 }
 
-/** Print the answers to a batch of lines; those that cannot be decoded are told of and left out. */
+/** The lines of a stream. Only a line feed ends one, with a carriage return in front of it or without. */
+async function* linesOf(stream) {
+  stream.setEncoding("utf8");
+  let rest = "";
+  let begun = false;
+  for await (const chunk of stream) {
+    const lines = (rest + (begun ? chunk : chunk.replace(/^\ufeff/, ""))).split("\n"); // without a byte order mark
+    begun = true;
+    rest = lines.pop();
+    yield* lines.map((line) => line.replace(/\r$/, ""));
+  }
+  if (rest !== "") yield rest;
+}
+
+/** Print the answers to a batch of lines, one a line; those that cannot be decoded are told of and have none. */
 async function answer(generator, lines, firstNumber) {
-  const texts = lines.filter((text, i) => {
+  const answers = new Array(lines.length).fill("");
+  const places = [...lines.keys()].filter((i) => {
     try {
-      return generator.encode(text);
+      return generator.encode(lines[i]);
     } catch (problem) {
       if (!(problem instanceof TextError)) throw problem;
-      console.error(`line ${firstNumber + i}: ${JSON.stringify(text)}: ${problem.message}`);
+      console.error(`line ${firstNumber + i}: ${JSON.stringify(lines[i])}: ${problem.message}`);
       process.exitCode = 1;
       return false;
     }
   });
-  if (texts.length === 0) return;
-  const answers = await generator.generate(texts);
-  process.stdout.write(answers.map(({ text }, i) => `${texts[i]}\t${text}\n`).join(""));
+  if (places.length > 0) {
+    const found = await generator.generate(places.map((i) => lines[i]));
+    found.forEach(({ text }, i) => (answers[places[i]] = text));
+  }
+  const oneLine = (text) => text.replace(/\r?\n/g, " ");
+  process.stdout.write(answers.map((text, i) => `${oneLine(lines[i])}\t${oneLine(text)}\n`).join(""));
 }
 
 async function main() {
@@ -56,7 +74,7 @@ async function main() {
   const generator = await load(folder, values.variant);
   let batch = [];
   let done = 0;
-  for await (const line of texts.length > 0 ? texts : createInterface({ input: process.stdin })) {
+  for await (const line of texts.length > 0 ? texts : linesOf(process.stdin)) {
     batch.push(line);
     if (batch.length === BATCH) {
       await answer(generator, batch, done + 1);

@@ -11,11 +11,16 @@ const BETWEEN = new RegExp(`[${SPACE}]+`, "u");
 /** A text that the model cannot take. */
 export class TextError extends Error {}
 
+/** The ids that no text can name, whatever it spells. */
+const notText = ({ pad, bos, eos }) => new Set([pad, bos, eos]);
+
 /** A bundle's tokenizer of the kind "vocabulary": tokens are characters, or words between white space. */
 export class Vocabulary {
   /**
    * @param {object} state - the contents of tokenizer/tokenizer.json
-   * @param {{pad: number, bos: number, eos: number, unk: ?number, source_ends_with_eos: boolean}} special - of bundle.json
+   * @param {{pad: number, bos: number, eos: number, unk: ?number, source_starts_with_bos: boolean,
+   *   source_ends_with_eos: boolean, source: ?{pad: number, bos: ?number, eos: ?number, unk: ?number}}} special - the
+   *   special_ids of bundle.json: those of targets, and in "source" those of sources, where they are others
    */
   constructor(state, special) {
     if (state.kind !== "vocabulary") {
@@ -24,8 +29,10 @@ export class Vocabulary {
     this.source = state.source;
     this.target = state.target;
     this.special = special;
-    this.reserved = new Set([special.pad, special.bos, special.eos]);
-    this.ids = new Map(state.source.tokens.map((token, id) => [token, id]).filter(([, id]) => !this.reserved.has(id)));
+    this.ofSources = special.source ?? special;
+    this.leftOut = notText(special);
+    const reserved = notText(this.ofSources);
+    this.ids = new Map(state.source.tokens.map((token, id) => [token, id]).filter(([, id]) => !reserved.has(id)));
   }
 
   /** The ids of a source text, as the encoder wants them. Throws a TextError. */
@@ -35,11 +42,13 @@ export class Vocabulary {
       throw new TextError("the text is empty");
     }
     const unknown = [...new Set(tokens.filter((token) => !this.ids.has(token)))];
-    if (unknown.length > 0 && this.special.unk === null) {
+    const { bos, eos, unk } = this.ofSources;
+    if (unknown.length > 0 && unk === null) {
       throw new TextError(`the model does not know ${unknown.map((token) => JSON.stringify(token)).join(" ")}`);
     }
-    const ids = tokens.map((token) => this.ids.get(token) ?? this.special.unk);
-    return this.special.source_ends_with_eos ? [...ids, this.special.eos] : ids;
+    const start = this.special.source_starts_with_bos ? [bos] : [];
+    const end = this.special.source_ends_with_eos ? [eos] : [];
+    return [...start, ...tokens.map((token) => this.ids.get(token) ?? unk), ...end];
   }
 
   split(text) {
@@ -49,7 +58,7 @@ export class Vocabulary {
 
   /** The tokens of a target, without those that are not text. */
   decode(ids) {
-    return ids.filter((id) => !this.reserved.has(id)).map((id) => this.target.tokens[id]);
+    return ids.filter((id) => !this.leftOut.has(id)).map((id) => this.target.tokens[id]);
   }
 
   /** What stands between the tokens of a target. */
@@ -108,7 +117,7 @@ export class Generator {
     const ids = this.vocabulary.encode(text);
     const most = this.manifest.limits.max_source_length;
     if (ids.length > most) {
-      throw new TextError(`the text has ${ids.length} tokens, its end token included; the model takes ${most}`);
+      throw new TextError(`the text has ${ids.length} tokens with those around it; the model takes ${most}`);
     }
     return ids;
   }

@@ -63,11 +63,17 @@ def test_lines_that_cannot_be_decoded_are_told_and_the_others_are(g2p: Example) 
     words = [*g2p.phones][:2]
     done = run(g2p.bundle, lines=[words[0], "x1y2", "", "a" * 64, words[1]])
     assert done.returncode == 1
-    assert [line.split("\t")[0] for line in done.stdout.splitlines()] == words
+    assert done.stdout.splitlines() == [
+        f"{words[0]}\t{g2p.phones[words[0]]}",
+        "x1y2\t",
+        "\t",
+        f"{'a' * 64}\t",
+        f"{words[1]}\t{g2p.phones[words[1]]}",
+    ]
     assert done.stderr.splitlines() == [
         'line 2: "x1y2": the model does not know "1" "2"',
         'line 3: "": the text is empty',
-        f'line 4: "{"a" * 64}": the text has 65 tokens, its end token included; the model takes 64',
+        f'line 4: "{"a" * 64}": the text has 65 tokens with those around it; the model takes 64',
     ]
 
 

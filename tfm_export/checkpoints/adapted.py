@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfm_export.bundle import GenerationDefaults, SpecialIds
+from tfm_export.bundle import GenerationDefaults
 from tfm_export.checkpoints.adapter import Adapter, AdapterConfig
 from tfm_export.checkpoints.answers import answered
 from tfm_export.checkpoints.files import read_contents
-from tfm_export.checkpoints.partial import DECODING, GIVEN, SPECIAL_IDS, Fact, value_problems
+from tfm_export.checkpoints.partial import DECODING, GIVEN, Fact, value_problems
 from tfm_export.checkpoints.settings import SETTINGS, check_settings, how_to_say
 from tfm_export.checkpoints.source_model import SourceModel
-from tfm_export.checkpoints.vocabularies import given_vocabulary
+from tfm_export.checkpoints.special_ids import ROLES, SPECIAL_IDS, make_special_ids, told_sources, told_target
+from tfm_export.checkpoints.vocabularies import given_tokens, given_vocabulary
 from tfm_export.checkpoints.wrapping import find_weights
 from tfm_export.errors import CheckpointError
 
@@ -56,15 +57,17 @@ def read_adapter(path: str | Path, factory: Factory, settings: Mapping[str, Any]
     path, given = Path(path), check_settings(settings or {}, "the settings")
     if not path.exists():
         raise CheckpointError(f"{path} does not exist", "check the path")
+    told = _told_ids(given)
+    known = {**{name: i for name, (i, _) in told.items()}, **given}
     adapter = factory(path)
     if not isinstance(adapter, Adapter):
         raise CheckpointError(
             f"the adapter's function gave {type(adapter).__name__}; expected a tfm_export.export.Adapter",
             "examples/custom_model shows one",
         )
-    if (problems := [*_setting_problems(given, adapter.config)]) or (problems := _weight_problems(adapter)):
-        raise CheckpointError([f"{path}: {problem}" for problem in problems], _hint(given))
-    notes = _as_float32(adapter)
+    if (problems := [*_setting_problems(known, adapter.config)]) or (problems := _weight_problems(adapter)):
+        raise CheckpointError([f"{path}: {problem}" for problem in problems], _hint(known))
+    notes = [*_as_float32(adapter), *(f"{name} is {i}: {origin}" for name, (i, origin) in told.items())]
     if problems := _shape_problems(adapter):
         raise CheckpointError(
             [f"{path}: {problem}" for problem in problems], "docs/checkpoints.md tells what is expected"
@@ -76,13 +79,24 @@ def read_adapter(path: str | Path, factory: Factory, settings: Mapping[str, Any]
     return SourceModel(
         path=path,
         model=adapter,
-        special_ids=SpecialIds(**{"source_ends_with_eos": False, **_chosen(given, *SPECIAL_IDS)}),
+        special_ids=make_special_ids(known),
         generation=GenerationDefaults(max_length=config.max_target_length, **_chosen(given, *DECODING)),
         tokenizer=tokenizer,
         settings=given,
         notes=[*notes, *said],
         answers=answered({name: Fact(given[name], GIVEN) for name in SPECIAL_IDS if name in given}, given, GIVEN),
     )
+
+
+def _told_ids(given: dict[str, Any]) -> dict[str, tuple[int | None, str]]:
+    """The special ids that dictionaries tell where the settings do not, by name, and where they come from."""
+    tokens = given_tokens(given, "lines")
+    told: dict[str, tuple[int | None, str]] = {}
+    for role in ROLES:
+        if role not in given and (of_target := told_target(role, tokens)):
+            told[role] = of_target
+    known = {**{name: i for name, (i, _) in told.items()}, **given}
+    return told | {name: fact for name, fact in told_sources(known, tokens).items() if name not in given}
 
 
 def _setting_problems(given: dict[str, Any], config: AdapterConfig) -> list[str]:

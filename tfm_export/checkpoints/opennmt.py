@@ -140,14 +140,13 @@ def tell_vocabularies(found: PartialCheckpoint, vocabulary: Any, special: Mappin
             found.ask(name, "the file has no vocabularies in a form that is known")
         return
     for name, token in special.items():
-        tokens = sides["source" if name == "pad" else "target"]
-        if token in tokens:
-            found.know(name, tokens.index(token), VOCABULARY)
+        here, there = (tokens.index(token) if token in tokens else None for tokens in sides.values())
+        if there is not None:
+            found.know(name, there, VOCABULARY)
         elif name != "unk":
             found.ask(name, f"its vocabulary has no {token}")
-    unknown = special["unk"]
-    if unknown in sides["source"] and sides["source"].index(unknown) != found.value("unk"):
-        found.notes.append(f"{unknown} has another id in the source than in the target: the target's is used")
+        if here != there and not (name == "pad" and here is None):
+            found.know(f"source_{name}", here, VOCABULARY)
     sizes = {side: found.value(f"{side}_vocabulary_size") for side in sides}
     found.problems += [
         f"its {side} vocabulary has {len(tokens)} tokens, the embedding {sizes[side]} rows"

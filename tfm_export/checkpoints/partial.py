@@ -5,26 +5,35 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from reference_model import TransformerConfig
-from tfm_export.bundle import GenerationDefaults, SpecialIds
+from tfm_export.bundle import GenerationDefaults
 from tfm_export.checkpoints.adapter import AdapterConfig
 from tfm_export.checkpoints.answers import answered
 from tfm_export.checkpoints.key_map import KeyMap, refuse
 from tfm_export.checkpoints.settings import SETTINGS, how_to_say
 from tfm_export.checkpoints.source_model import SourceModel
-from tfm_export.checkpoints.vocabularies import folder_tokenizer, given_vocabulary
+from tfm_export.checkpoints.special_ids import (
+    ROLES,
+    SPECIAL_IDS,
+    id_problems,
+    make_special_ids,
+    told_sources,
+    told_target,
+)
+from tfm_export.checkpoints.vocabularies import folder_tokenizer, given_tokens, given_vocabulary, tokens_by_id
 from tfm_export.decoding import DecodeOptions
 from tfm_export.errors import RequestError
 from tfm_export.quotation import quote
+from tfm_export.tokenizer.special_tokens import NamedSpecialIds
 
 CONFIG_FIELDS = tuple(f.name for f in fields(TransformerConfig))
 GIVEN = "as given"
-SPECIAL_IDS = ("pad", "bos", "eos", "unk", "source_starts_with_bos", "source_ends_with_eos")
 DECODING = ("beam_size", "length_penalty")
 
 
@@ -102,9 +111,14 @@ class PartialCheckpoint:
         return value
 
     def ask(self, name: str, known: str = "") -> Any:
-        """A fact that only the user can tell; None, and counted as missing, where they have not."""
+        """A fact that only the user can tell; None, and counted as missing, where they have not.
+
+        Special ids may be told by the dictionary of targets that they have given.
+        """
         if name in self.settings:
             return self._given(name)
+        if name in ROLES and self._told(name):
+            return self.value(name)
         self.missing[name] = known
         return None
 
@@ -115,6 +129,21 @@ class PartialCheckpoint:
                 self.ask(name, f"{origin} does not say; d_model is {self.value('d_model')}")
             elif name == "heads" or count != heads[0]:
                 self.know(name, count, origin)
+
+    def _told(self, role: str) -> bool:
+        """Whether the dictionary of targets has a special token, which then is a fact."""
+        if told := told_target(role, self.tokens):
+            self._tell(role, *told)
+        return told is not None
+
+    def _tell(self, name: str, value: int | None, origin: str) -> None:
+        self.facts[name] = Fact(value, origin)
+        self.notes.append(f"{name} is {value}: {origin}")
+
+    @cached_property
+    def tokens(self) -> dict[str, list[str]]:
+        """The tokens of each side that the user has given, in the order of their ids."""
+        return given_tokens(self.settings, self.dictionary)
 
     def _given(self, name: str) -> Any:
         self.facts[name] = Fact(self.settings[name], GIVEN)
@@ -151,6 +180,11 @@ class PartialCheckpoint:
         for name in (*SPECIAL_IDS, *DECODING):
             if name in self.settings and name not in self.facts:
                 self._given(name)
+        if "unk" not in self.facts:
+            self._told("unk")
+        for name, told in told_sources(self._known(*SPECIAL_IDS), self.tokens).items():
+            if name not in self.facts:
+                self._tell(name, *told)
         if self.keys.malformed:  # other shapes cannot be judged
             return [*self.problems, *self.keys.problems, *self.keys.malformed.values()]
         config = None if self.missing else self.config()
@@ -180,15 +214,11 @@ class PartialCheckpoint:
         config = self.config()
         if problems or config is None:
             raise refuse(self.path, problems, self.hint)
-        tokenizer, said = given_vocabulary(self.path, self.settings, config, self.dictionary)
-        tokenizer = tokenizer or self.tokenizer
-        if self.files and not tokenizer:
-            tokenizer, said = folder_tokenizer(self.files, config)
-        self.notes += said
+        tokenizer, said = self._tokenizer(config)
         return SourceModel(
             path=self.path,
             model=self.keys.build(config),
-            special_ids=SpecialIds(**{"source_ends_with_eos": False, **self._known(*SPECIAL_IDS)}),
+            special_ids=make_special_ids(self._known(*SPECIAL_IDS)),
             generation=GenerationDefaults(
                 max_length=min(config.max_target_length, self.value("generation_length", config.max_target_length)),
                 options=self.options,
@@ -197,9 +227,27 @@ class PartialCheckpoint:
             tokenizer=tokenizer,
             settings=dict(self.settings),
             training=self.training,
-            notes=[*self.notes, *self.keys.notes()],
+            notes=[*self.notes, *said, *self.keys.notes()],
             answers=self.answers(tokenizer),
         )
+
+    def _tokenizer(self, config: TransformerConfig) -> tuple[dict[str, bytes], list[str]]:
+        """The files of the bundle's tokenizer folder, and what there is to say of them."""
+        tokenizer, said = given_vocabulary(self.path, self.settings, config, self.dictionary)
+        tokenizer = tokenizer or self.tokenizer
+        return folder_tokenizer(self.files, config) if self.files and not tokenizer else (tokenizer, said)
+
+    def special_tokens(self) -> NamedSpecialIds | None:
+        """The special ids with their tokens; None as long as something is missing or does not fit.
+
+        Raises:
+            CheckpointError: the tokens do not fit.
+        """
+        config = None if self.missing or self.all_problems() else self.config()
+        if config is None:
+            return None
+        ids = make_special_ids(self._known(*SPECIAL_IDS))
+        return NamedSpecialIds(ids=ids, tokens=tokens_by_id(self._tokenizer(config)[0]))
 
     def answers(self, tokenizer: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
         """What rests on an answer alone; a tokenizer of Hugging Face puts around sources what it has learnt to."""
@@ -219,22 +267,7 @@ class PartialCheckpoint:
 def value_problems(config: TransformerConfig | AdapterConfig, known: Mapping[str, Any]) -> list[str]:
     """What keeps special ids and decoding options from being those of a model; both may lack what is not known."""
     sizes = {"source": config.source_vocabulary_size, "target": config.target_vocabulary_size}
-    places = {"pad": ("source",), "bos": ("target",), "eos": ("target",), "unk": ("source", "target")}
-    for name, setting in {"bos": "source_starts_with_bos", "eos": "source_ends_with_eos"}.items():
-        if known.get(setting):
-            places[name] = ("source", "target")
-    problems = [
-        f"{name} id {known[name]} is outside the {side} vocabulary of {sizes[side]}"
-        for name, sides in places.items()
-        for side in sides
-        if known.get(name) is not None and not 0 <= known[name] < sizes[side]
-    ]
-    unknown = known.get("unk")
-    problems += [
-        f"unk id {unknown} is {name} too: an unknown word would be taken for it"
-        for name in ("pad", "bos", "eos")
-        if unknown is not None and known.get(name) == unknown
-    ]
+    problems = id_problems(known, sizes)
     try:
         DecodeOptions(**{name: value for name, value in known.items() if name not in SPECIAL_IDS})
     except RequestError as error:

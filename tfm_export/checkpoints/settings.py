@@ -58,10 +58,14 @@ ASKED = {
     ),
     "max_length": Setting("int", "the longest source, and target, in tokens", "--max-length N"),
     "layer_norm_epsilon": Setting("float", "what is added to the variance", "--layer-norm-epsilon X"),
-    "pad": Setting("int", "the id that fills short sources", "--pad ID"),
+    "pad": Setting("int", "the id that fills short targets and sources", "--pad ID"),
     "bos": Setting("int", "the id that the decoder starts from", "--bos ID"),
     "eos": Setting("int", "the id that ends a target", "--eos ID"),
     "unk": Setting("int", "the id of unknown tokens", "--unk ID"),
+    "source_pad": Setting("int", "the id that fills short sources, if it is not pad", "--source-pad ID"),
+    "source_bos": Setting("int", "the id that sources begin with, if it is not bos", "--source-bos ID"),
+    "source_eos": Setting("int", "the id that sources end with, if it is not eos", "--source-eos ID"),
+    "source_unk": Setting("int", "the id of unknown tokens in sources, if it is not unk", "--source-unk ID"),
     "source_starts_with_bos": Setting(
         "bool", "whether sources begin with bos", "--source-starts-with-bos/--source-starts-without-bos"
     ),

@@ -9,6 +9,8 @@ from typing import Any
 from reference_model import Transformer
 from tfm_export.bundle import GenerationDefaults, SpecialIds
 from tfm_export.checkpoints.adapter import Adapter
+from tfm_export.checkpoints.vocabularies import tokens_by_id
+from tfm_export.tokenizer.special_tokens import NamedSpecialIds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,3 +38,8 @@ class SourceModel:
     settings: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def special_tokens(self) -> NamedSpecialIds:
+        """The special ids with their tokens."""
+        return NamedSpecialIds(ids=self.special_ids, tokens=tokens_by_id(self.tokenizer))

@@ -185,6 +185,24 @@ def given_vocabulary(
     return vocabulary_files(sides), said
 
 
+def given_tokens(settings: Mapping[str, Any], dictionary: str) -> dict[str, list[str]]:
+    """The tokens of each side that the settings give, as far as they can be read; see `given_vocabulary`."""
+    found = {side: _side_tokens(side, settings, dictionary, []) for side in SIDES}
+    return {side: tokens for side, tokens in found.items() if tokens}
+
+
+def tokens_by_id(files: Mapping[str, bytes]) -> dict[str, dict[int, str]]:
+    """The tokens of "source" and "target" that a tokenizer folder has, by id; none where it is empty."""
+    state = json.loads(files["tokenizer.json"]) if files else {}
+    if state.get("kind") != "huggingface":
+        return {side: dict(enumerate(state.get(side, {}).get("tokens", ()))) for side in SIDES}
+    own = json.loads(files["huggingface.json"])
+    vocabulary = own["model"]["vocab"]
+    pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((t[0], i) for i, t in enumerate(vocabulary))
+    found = {i: token for token, i in pairs} | {token["id"]: token["content"] for token in own["added_tokens"]}
+    return dict.fromkeys(SIDES, found)
+
+
 def _size(config: TransformerConfig, side: str) -> int:
     return config.source_vocabulary_size if side == "source" else config.target_vocabulary_size
 

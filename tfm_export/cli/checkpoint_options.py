@@ -33,10 +33,21 @@ OPTIONS = (
     ),
     click.option("--max-length", type=click.IntRange(min=1), help="Number of rows of the position table."),
     click.option("--layer-norm-epsilon", type=float, help="The epsilon that layer norms add to the variance."),
-    click.option("--pad", type=click.IntRange(min=0), help="The id that pads short sources."),
+    click.option(
+        "--pad",
+        type=click.IntRange(min=0),
+        help="The id that pads short targets and sources. Special ids are for both sides; for a source vocabulary with "
+        "other ids, add --source-pad, --source-bos, --source-eos and --source-unk.",
+    ),
     click.option("--bos", type=click.IntRange(min=0), help="The id that the decoder starts from."),
     click.option("--eos", type=click.IntRange(min=0), help="The id that ends a target."),
     click.option("--unk", type=click.IntRange(min=0), help="The id of unknown tokens."),
+    click.option("--source-pad", type=click.IntRange(min=0), help="The id that pads short sources.  [default: --pad]"),
+    click.option("--source-bos", type=click.IntRange(min=0), help="The id that sources begin with.  [default: --bos]"),
+    click.option("--source-eos", type=click.IntRange(min=0), help="The id that sources end with.  [default: --eos]"),
+    click.option(
+        "--source-unk", type=click.IntRange(min=0), help="The id of unknown tokens in sources.  [default: --unk]"
+    ),
     click.option(
         "--source-starts-with-bos/--source-starts-without-bos", default=None, help="Whether sources begin with bos."
     ),

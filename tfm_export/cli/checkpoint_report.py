@@ -18,6 +18,7 @@ from tfm_export.extras import require
 
 if TYPE_CHECKING:
     from tfm_export.checkpoints import PartialCheckpoint, SourceModel
+    from tfm_export.tokenizer.special_tokens import NamedSpecialIds
 
 
 def print_checkpoint(
@@ -37,17 +38,21 @@ def print_checkpoint(
     require("torch", extra="export")
     from tfm_export.checkpoints import inspect_checkpoint, read_adapter
 
+    special: NamedSpecialIds | None
     if adapter is not None:
-        state = _adapter_state(read_adapter(path, load_factory(adapter), settings), adapter)
+        source = read_adapter(path, load_factory(adapter), settings)
+        state, special = _adapter_state(source, adapter), source.special_tokens
     else:
-        state = _checkpoint_state(inspect_checkpoint(path, settings))
+        state, special = _checkpoint_state(inspect_checkpoint(path, settings))
+    if special is not None:
+        state |= _special_state(special)
     wrong = None
     if expect is not None and not state["problems"]:
         state["expected"], wrong = _expected_state(path, settings, expect)
     if as_json:
         click.echo(json.dumps({"path": str(path), **state}, indent=2, ensure_ascii=False))
     else:
-        _print(path, state)
+        _print(path, state, special)
     if state["problems"]:
         raise CheckpointError(state["problems"], "docs/checkpoints.md tells what is supported")
     if wrong is not None:
@@ -87,15 +92,19 @@ def _adapter_state(source: SourceModel, adapter: str) -> dict[str, Any]:
     }
 
 
-def _checkpoint_state(partial: PartialCheckpoint) -> dict[str, Any]:
+def _checkpoint_state(partial: PartialCheckpoint) -> tuple[dict[str, Any], NamedSpecialIds | None]:
     from tfm_export.checkpoints.settings import SETTINGS, how_to_say
 
-    problems = partial.all_problems()
+    problems, special = partial.all_problems(), None
+    try:
+        special = partial.special_tokens()
+    except CheckpointError as error:
+        problems += error.problems
     missing = {
         name: {"question": SETTINGS[name].question, "known": known, "say": how_to_say(name)}
         for name, known in partial.missing.items()
     }
-    return {
+    state = {
         "format": partial.format,
         "found": {name: asdict(fact) for name, fact in partial.facts.items()},
         "options": partial.options,
@@ -103,9 +112,18 @@ def _checkpoint_state(partial: PartialCheckpoint) -> dict[str, Any]:
         "problems": problems,
         "notes": [*partial.notes, *partial.keys.notes()],
     }
+    return state, special
 
 
-def _print(path: Path, state: dict[str, Any]) -> None:
+def _special_state(special: NamedSpecialIds) -> dict[str, Any]:
+    sides = {
+        side: {role: {"id": i, "token": token} for role, (i, token) in special.of(side).items()}
+        for side in ("source", "target")
+    }
+    return {"special_tokens": sides, "warnings": [*special.doubts()]}
+
+
+def _print(path: Path, state: dict[str, Any], special: NamedSpecialIds | None) -> None:
     click.echo(f"{path}: {state['format']}\n")
     rows = [[name.replace("_", " "), str(fact["value"]), fact["origin"]] for name, fact in state["found"].items()]
     click.echo(table([["found", "", "from"], *rows]))
@@ -113,8 +131,13 @@ def _print(path: Path, state: dict[str, Any]) -> None:
         click.echo()
         click.echo(table([["decoding", ""], *([name, str(value)] for name, value in state["options"].items())]))
     click.echo()
+    if special is not None:
+        click.echo(table(special.rows()))
+        click.echo()
     for note in state["notes"]:
         click.echo(f"note: {note}")
+    for warning in state.get("warnings", ()):
+        click.echo(f"warning: {warning}")
     if state["missing"]:
         rows = [
             [entry["say"], f"{name.replace('_', ' ')}: {entry['question']}" + _bracketed(entry["known"])]

@@ -16,8 +16,10 @@ from tfm_export.cli.expect import expect_option
 from tfm_export.cli.options import json_option
 from tfm_export.cli.reports import print_files, size_text, table
 from tfm_export.engines import ENCODER_PLAN, ENGINES, FLAVORS, plan_file, read_engine
-from tfm_export.errors import BundleError
+from tfm_export.errors import BackendUnavailable, BundleError
 from tfm_export.runtime.cpu.saturation import saturation_note
+from tfm_export.tokenizer import load_tokenizer
+from tfm_export.tokenizer.special_tokens import NamedSpecialIds, tokens_of
 
 
 @click.command("inspect")
@@ -64,6 +66,9 @@ def inspect_bundle(bundle: Path, *, as_json: bool) -> None:
     """Print what a bundle holds."""
     opened = Bundle.open(bundle)
     manifest = opened.manifest
+    special = _special_tokens(opened)
+    for doubt in special.doubts():
+        click.echo(f"warning: {doubt}", err=True)
     if as_json:
         click.echo(json.dumps({"path": str(bundle), **json.loads(manifest.to_json())}, indent=2, ensure_ascii=False))
         return
@@ -73,12 +78,25 @@ def inspect_bundle(bundle: Path, *, as_json: bool) -> None:
             click.echo()
             click.echo(table([[title, ""], *([name, _text(value)] for name, value in facts.items())]))
     click.echo()
+    click.echo(table(special.rows()))
+    click.echo()
     click.echo(variants_table(opened))
     click.echo()
     if manifest.engines:
         click.echo(engines_table(opened))
         click.echo()
     print_files(opened)
+
+
+def _special_tokens(bundle: Bundle) -> NamedSpecialIds:
+    """The special ids with their tokens; without these where the tokenizer's library is missing."""
+    ids = bundle.manifest.special_ids
+    try:
+        if tokenizer := load_tokenizer(bundle):
+            return tokens_of(ids, tokenizer)
+    except BackendUnavailable as problem:
+        click.echo(f"note: tokens are not shown: {problem}", err=True)
+    return NamedSpecialIds(ids=ids)
 
 
 def variants_table(bundle: Bundle) -> str:
@@ -146,8 +164,7 @@ def engines_table(bundle: Bundle) -> str:
 
 
 def _sections(manifest: Manifest) -> dict[str, dict[str, Any]]:
-    dimensions, limits, special = manifest.dimensions, manifest.limits, manifest.special_ids
-    generation = manifest.generation
+    dimensions, limits, generation = manifest.dimensions, manifest.limits, manifest.generation
     return {
         "model": {
             "source vocabulary": dimensions.source_vocabulary_size,
@@ -160,12 +177,6 @@ def _sections(manifest: Manifest) -> dict[str, dict[str, Any]]:
         "limits": {
             "longest source": f"{limits.max_source_length} tokens",
             "longest target": f"{limits.max_target_length} tokens",
-        },
-        "special ids": {
-            "padding": special.pad,
-            "start": f"{special.bos}, {'also' if special.source_starts_with_bos else 'not'} at the start of sources",
-            "end": f"{special.eos}, {'also' if special.source_ends_with_eos else 'not'} at the end of sources",
-            "unknown": "none" if special.unk is None else special.unk,
         },
         "decoding": {
             "longest target": f"{generation.max_length} tokens",

@@ -82,7 +82,7 @@ def _score_batch(
     rows, length = expected.shape
     given = np.concatenate([np.full((rows, 1), special.bos), expected[:, :-1]], axis=1)
     piece = max(min(length, LARGEST_STEP // (rows * model.dimensions.target_vocabulary_size)), 1)
-    sentences = model.encode(*padded(sources, special.pad), capacity=length)
+    sentences = model.encode(*padded(sources, special.for_sources.pad), capacity=length)
     scores: Floats = np.zeros((rows, length), np.float32)
     for begin in range(0, length, piece):
         place = np.arange(begin, min(begin + piece, length))

@@ -231,7 +231,7 @@ class DecodingSession:
                 joining.append(state)
                 length = longest
         if joining:
-            batch.join(joining, self._special.pad)
+            batch.join(joining, self._special.for_sources.pad)
         return answers
 
     @property

@@ -66,11 +66,10 @@ def synthetic_sources(
 ) -> list[GoldenSource]:
     """Random ids of random lengths; they end as real sources do."""
     rng = np.random.default_rng(seed)
-    start, end = [special.bos] * special.source_starts_with_bos, [special.eos] * special.source_ends_with_eos
-    longest = max(min(SYNTHETIC_LENGTH, limits.max_source_length) - len(start) - len(end), 0)
+    longest = max(min(SYNTHETIC_LENGTH, limits.max_source_length) - len(special.wrap_source([])), 0)
     lengths = rng.integers(min(1, longest), longest + 1, SYNTHETIC_COUNT)
     size = model.config.source_vocabulary_size
-    return [(None, [*start, *map(int, rng.integers(0, size, n)), *end]) for n in lengths]
+    return [(None, special.wrap_source([*map(int, rng.integers(0, size, n))])) for n in lengths]
 
 
 def make_golden(
@@ -102,7 +101,7 @@ def make_golden(
     for start in range(0, len(order), BATCH):
         indices = order[start : start + BATCH]
         progress(f"decoding golden inputs with PyTorch, {start + len(indices)} of {len(sources)}")
-        source_ids, source_mask = _padded([sources[i][1] for i in indices], special)
+        source_ids, source_mask = _padded_sources([sources[i][1] for i in indices], special)
         hypotheses = greedy(model, source_ids, source_mask, reference_special, max_length)
         beams: list[BeamGolden | None] = [None] * len(indices)
         wanted = [place for place, i in enumerate(indices) if i < BEAM_COUNT]
@@ -131,8 +130,8 @@ def _with_end(hypothesis: Hypothesis, special: SpecialIds) -> list[int]:
     return [*hypothesis.tokens, special.eos] if hypothesis.finished else hypothesis.tokens
 
 
-def _padded(sequences: list[list[int]], special: SpecialIds) -> tuple[Tensor, Tensor]:
-    ids = pad(sequences, special.pad)
+def _padded_sources(sequences: list[list[int]], special: SpecialIds) -> tuple[Tensor, Tensor]:
+    ids = pad(sequences, special.for_sources.pad)
     return ids, torch.arange(ids.size(1)) < torch.tensor([len(s) for s in sequences])[:, None]
 
 

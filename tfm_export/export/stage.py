@@ -27,7 +27,7 @@ from tfm_export.verify import (
     Expectations,
     ExpectedComparison,
     ParityReport,
-    Reading,
+    ReadingProof,
     adapter_hint,
     golden_text,
     verify_variant,
@@ -162,7 +162,7 @@ def _facts(source: SourceModel) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in source.model.parameters()),
         "training": {name: fact for name, fact in source.training.items() if isinstance(fact, str | int | float)},
         "settings": source.settings,
-        "notes": source.notes,
+        "notes": [*source.notes, *source.special_tokens.doubts()],
     }
 
 
@@ -183,7 +183,7 @@ def _write_tokenizer(bundle: Bundle, source: SourceModel) -> None:
 def _reading(source: SourceModel, known: ExpectedComparison | None) -> dict[str, Any]:
     """What the manifest says of how the checkpoint was read."""
     proven = {} if known is None else {"pairs": known.count, "with_log_probs": known.with_log_probs}
-    reading = Reading(answers=source.answers, **proven)
+    reading = ReadingProof(answers=source.answers, **proven)
     return {**asdict(reading), "verdict": reading.text()}
 
 

@@ -216,8 +216,8 @@ class SourceReader:
         limit, special = self._model.limits.max_source_length, self._special
         if len(ids) <= limit or long_source == "refuse":
             return ids
-        keeps_end = special.source_ends_with_eos and ids[-1] == special.eos
-        return [*ids[: limit - 1], special.eos] if keeps_end else ids[:limit]
+        keeps_end = special.source_ends_with_eos and ids[-1] == special.for_sources.eos
+        return [*ids[: limit - 1], ids[-1]] if keeps_end else ids[:limit]
 
     def target(self, target: str | Sequence[int]) -> list[int]:
         """The ids of a target, which decoding checks.

@@ -149,7 +149,7 @@ def padded_samples(samples: Sequence[CalibrationSample], manifest: Manifest) -> 
         manifest: with the padding's id and the longest source.
     """
     room = manifest.limits.max_source_length
-    pads = [manifest.special_ids.pad] * MOST_PADDING
+    pads = [manifest.special_ids.for_sources.pad] * MOST_PADDING
     return [CalibrationSample([*t.source_ids, *pads][:room], t.target_ids) for t in samples[:MOST_PADDED]]
 
 

@@ -64,7 +64,7 @@ class HuggingFaceTokenizer:
         encoding = self._encode(text, reading)
         added = len(self.encode_source(text, reading)) - len(encoding.ids)
         pieces = [""] * added + [text[start:end] for start, end in encoding.offsets]
-        return pieces[:-1] if encoding.ids[-1:] == [self._special.eos] else pieces
+        return pieces[:-1] if encoding.ids[-1:] == [self._special.for_sources.eos] else pieces
 
     def begin_target(self, language: str) -> TargetStart:
         """What tells the decoder to write in a language; see `Tokenizer.begin_target`."""

@@ -73,9 +73,9 @@ class VocabularyTokenizer:
 
     def __init__(self, source: Side, target: Side, special: SpecialIds) -> None:
         self._source, self._target, self._special = source, target, special
-        reserved = {special.pad, special.bos, special.eos}
         self._source_ids, self._target_ids = (
-            {token: i for i, token in enumerate(side.tokens) if i not in reserved} for side in (source, target)
+            {token: i for i, token in enumerate(side.tokens) if i not in {ids.pad, ids.bos, ids.eos}}
+            for side, ids in ((source, special.for_sources), (target, special))
         )
         self._source_languages, self._target_languages = (
             Languages(ids.items()) for ids in (self._source_ids, self._target_ids)
@@ -83,15 +83,14 @@ class VocabularyTokenizer:
 
     def encode_source(self, text: str, reading: Reading = AS_IT_IS) -> list[int]:
         """The ids of a source text, with the end token where the model wants it; see `Tokenizer.encode_source`."""
-        as_text = _spells_no_language(reading)
+        as_text, unk = _spells_no_language(reading), self._special.for_sources.unk
         known = self._source_ids
         if as_text:
             known = {token: i for token, i in known.items() if token not in self._source_languages.tokens}
-        if not (ids := self._encode(text, self._source, known, as_text=as_text)):
+        if not (ids := self._encode(text, self._source, known, unk, as_text=as_text)):
             raise RequestError("the text is empty")
-        special, (before, behind) = self._special, self._language_ids(reading)
-        starts, ends = [special.bos] * special.source_starts_with_bos, [special.eos] * special.source_ends_with_eos
-        return [*starts, *before, *ids, *ends, *behind]
+        before, behind = self._language_ids(reading)
+        return [*self._special.wrap_source([*before, *ids]), *behind]
 
     def split_source(self, text: str, reading: Reading = AS_IT_IS) -> list[str]:
         """The tokens of a source text as they stand in it; see `Tokenizer.split_source`."""
@@ -125,7 +124,7 @@ class VocabularyTokenizer:
 
     def encode_target(self, text: str) -> list[int]:
         """The ids of a target text, without start and end token; see `Tokenizer.encode_target`."""
-        return self._encode(text, self._target, self._target_ids)
+        return self._encode(text, self._target, self._target_ids, self._special.unk)
 
     def decode_target(self, ids: Sequence[int], replacements: Mapping[int, str] | None = None) -> str:
         """The text of a target; see `Tokenizer.decode_target`."""
@@ -141,16 +140,17 @@ class VocabularyTokenizer:
         names = enumerate(zip(ids, self._target.names(ids), strict=True))
         return [replacements.get(place, token) for place, (i, token) in names if i not in left_out]
 
-    def _encode(self, text: str, side: Side, ids: Mapping[str, int], *, as_text: bool = False) -> list[int]:
+    def _encode(
+        self, text: str, side: Side, ids: Mapping[str, int], unk: int | None, *, as_text: bool = False
+    ) -> list[int]:
         tokens = side.tokenize(text, as_text=as_text)
         unknown = sorted({token for token in tokens if token not in ids})
-        if unknown and self._special.unk is None:
+        if unknown and unk is None:
             raise RequestError(
                 f"{quote(text)} has {side.split} that the model does not know: {' '.join(map(quote, unknown))}",
                 f"write it with what the model was trained on: {_sample(ids)}",
             )
-        unk = -1 if self._special.unk is None else self._special.unk
-        return [ids.get(token, unk) for token in tokens]
+        return [ids[token] if unk is None else ids.get(token, unk) for token in tokens]
 
     def source_tokens(self, ids: Sequence[int]) -> list[str]:
         """The token of each source id."""

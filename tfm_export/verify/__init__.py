@@ -37,7 +37,7 @@ from tfm_export.verify.golden import (
     tie_margin,
 )
 from tfm_export.verify.page import parity_page
-from tfm_export.verify.reading import Reading, explain_pairs
+from tfm_export.verify.reading import ReadingProof, explain_pairs
 from tfm_export.verify.report import (
     Divergence,
     GenerationComparison,
@@ -59,7 +59,7 @@ __all__ = [
     "GenerationComparison",
     "Golden",
     "ParityReport",
-    "Reading",
+    "ReadingProof",
     "TensorComparison",
     "adapter_hint",
     "compare_generate_graph",
@@ -160,7 +160,7 @@ def verify_model(
         notes=notes,
         generations=compare_generations(model, golden, manifest.special_ids, manifest.golden, precision, progress),
         expected=expected,
-        reading=Reading.of(manifest).shown_by(expected).text(),
+        reading=ReadingProof.of(manifest).shown_by(expected).text(),
     )
 
 

@@ -67,7 +67,7 @@ class GenerateModel:
             rows = sources[start : start + batch]
             lengths = np.array([len(row) for row in rows])
             size = min(int(lengths.max()) + columns, self._limits.max_source_length)
-            source_ids = np.full((len(rows), size), self._special.pad, np.int64)
+            source_ids = np.full((len(rows), size), self._special.for_sources.pad, np.int64)
             for row, ids in zip(source_ids, rows, strict=True):
                 row[: len(ids)] = ids
             found += self._run(source_ids, lengths, max_length)

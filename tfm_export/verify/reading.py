@@ -26,7 +26,7 @@ GIVEN = "as given"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ReadingProof:
     """How a checkpoint was read, and what says that this is right.
 
     Attributes:
@@ -40,7 +40,7 @@ class Reading:
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Reading:
+    def of(cls, manifest: Manifest) -> ReadingProof:
         """What a bundle's manifest tells; bundles of before it did tell what was said of the checkpoint."""
         state = manifest.model.get("reading")
         if state is None:
@@ -48,7 +48,7 @@ class Reading:
             return cls(answers={name: {"value": value, "origin": GIVEN} for name, value in settings.items()})
         return cls(**{name: value for name, value in state.items() if name != "verdict"})
 
-    def shown_by(self, found: ExpectedComparison | None) -> Reading:
+    def shown_by(self, found: ExpectedComparison | None) -> ReadingProof:
         """The same after more pairs were compared."""
         if found is None or not found.passed or found.count < self.pairs:
             return self
