@@ -36,9 +36,9 @@ class Batch:
 def read_pairs(path: str | Path) -> list[tuple[str, str]]:
     """The lines "source<TAB>target" of a file."""
     pairs = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig", newline="\n") as file:  # a byte order mark is no text
         for number, line in enumerate(file, 1):
-            parts = line.rstrip("\n").split("\t")
+            parts = line.removesuffix("\n").removesuffix("\r").split("\t")
             if len(parts) != 2:
                 raise ValueError(f"{path}, line {number}: expected source<TAB>target, found {len(parts)} column(s)")
             pairs.append((parts[0], parts[1]))

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("quotation",),
     ("errors",),
+    ("text_files",),
     ("extras", "field_types", "graph", "json_text", "precision", "progress"),
     ("bundle",),
     ("staging", "graph_files", "engines"),
@@ -62,6 +63,7 @@ LIBRARIES = {
     - {
         "quotation",
         "errors",
+        "text_files",
         "json_text",
         "field_types",
         "extras",

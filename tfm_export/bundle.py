@@ -28,6 +28,7 @@ from tfm_export.graph import Dimensions
 from tfm_export.json_text import parse_json
 from tfm_export.precision import PRECISIONS
 from tfm_export.quotation import quote, shorten
+from tfm_export.text_files import read_text
 
 FORMAT_VERSION = 1
 MANIFEST = "bundle.json"
@@ -287,7 +288,7 @@ class Bundle:
         try:
             if manifest_path.stat().st_size > MOST_BYTES:
                 raise BundleError(f"{manifest_path} has more than {MOST_BYTES:,} bytes: it is no manifest of a bundle")
-            text = manifest_path.read_text(encoding="utf-8")
+            text = read_text(manifest_path)
         except (FileNotFoundError, NotADirectoryError):
             raise BundleError(
                 f"{path} is not a bundle: it has no {MANIFEST}", "tfm-export onnx CHECKPOINT makes one"

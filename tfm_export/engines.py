@@ -18,6 +18,7 @@ from tfm_export.errors import BackendUnavailable, BundleError
 from tfm_export.json_text import parse_json
 from tfm_export.precision import FLOATS, PRECISIONS
 from tfm_export.quotation import quote
+from tfm_export.text_files import read_text
 
 ENGINES = "engines"
 ENGINE_FILE = "engine.json"
@@ -186,7 +187,7 @@ def read_engine(bundle: Bundle, name: str) -> EngineRecord:
         raise BundleError(f"{bundle.path} has no engine {quote(name)}; it has {found}", f"tfm-export trt {bundle.path}")
     path = bundle.path / ENGINES / name / ENGINE_FILE
     try:
-        record = EngineRecord.from_json(path.read_text(encoding="utf-8"), path)
+        record = EngineRecord.from_json(read_text(path), path)
     except (OSError, UnicodeDecodeError) as problem:
         raise BundleError(f"{path} cannot be read: {problem}", f"tfm-export trt {bundle.path} --force") from None
     if problems := [*_foreign(bundle, name, record), *_stale(bundle, record), *_missing(bundle, record)]:

@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from tfm_export.errors import BundleError
+from tfm_export.text_files import read_text
 
 # Smaller tensors stay inside the graph: runtimes fold shape constants only if they can see them.
 EXTERNAL_FROM_BYTES = 1024
@@ -75,7 +76,7 @@ def read_ranges(path: Path) -> dict[str, float]:
         BundleError: the file is not of that form.
     """
     try:
-        return {str(name): float(largest) for name, largest in json.loads(path.read_text(encoding="utf-8")).items()}
+        return {str(name): float(largest) for name, largest in json.loads(read_text(path)).items()}
     except (AttributeError, TypeError, ValueError) as problem:
         raise BundleError(
             f"{path} does not tell how large values get: {problem}",

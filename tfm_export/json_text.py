@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfm_export.quotation import shorten, shorten_all
+from tfm_export.text_files import decode_text
 
 # Each list and object takes 56 to 64 bytes, of two in the text. Tokenizers with the most merges have a million.
 MOST_CONTAINERS = 4_000_000
@@ -26,7 +27,7 @@ def parse_json(text: str | bytes, *, object_pairs_hook: Callable[[list[tuple[str
         ValueError: it is not JSON, is nested too deeply, has too many parts, or has text that no file can hold.
     """
     if isinstance(text, bytes):
-        text = text.decode("utf-8")
+        text = decode_text(text)
     if text.count("[") + text.count("{") > MOST_CONTAINERS:
         raise ValueError(f"it has more than {MOST_CONTAINERS:,} lists and objects")
     try:

@@ -114,7 +114,7 @@ def test_lines_come_out_in_order_whatever_the_batches(tiny_bundle: Path) -> None
 
 def test_a_bad_line_is_told_and_the_others_are_written(tiny_bundle: Path, expected: dict[str, str]) -> None:
     result = run("--bundle", tiny_bundle, lines=b"hello\n\nb4d\n\xff\xfe\nzz\n")
-    assert result.stdout.splitlines() == [expected["hello"], expected["zz"]]
+    assert result.stdout.splitlines() == [expected["hello"], "", "", "", expected["zz"]]
     assert result.stderr.splitlines() == [
         "line 2: the text is empty",
         "line 3: 'b4d' has characters that the model does not know: '4'",
@@ -137,7 +137,7 @@ def test_one_sentences_bad_numbers_do_not_lose_the_others(
 
     monkeypatch.setattr(runner, "generate", overflowing)
     result = run(tiny_bundle, "hello", "a", "zz")
-    assert result.stdout.splitlines() == [expected["hello"], expected["zz"]]
+    assert result.stdout.splitlines() == [expected["hello"], "", expected["zz"]]
     assert result.stderr.splitlines() == ["line 2: not finite", "1 of 3 lines could not be decoded"]
     assert result.exit_code == 1
 
@@ -145,6 +145,9 @@ def test_one_sentences_bad_numbers_do_not_lose_the_others(
 def test_json_has_an_object_a_line(tiny_bundle: Path, expected: dict[str, str]) -> None:
     result = run(tiny_bundle, "--json", lines="hello\n1\nzz\n")
     objects = [json.loads(line) for line in result.stdout.splitlines()]
+    refused = objects.pop(1)
+    assert (refused["line"], refused["source"], refused.keys()) == (2, "1", {"line", "source", "error"})
+    assert refused["error"].startswith("'1' has characters that the model does not know")
     assert [(o["line"], o["source"], o["text"]) for o in objects] == [
         (1, "hello", expected["hello"]),
         (3, "zz", expected["zz"]),
@@ -164,7 +167,7 @@ def test_ids_in_and_out(tiny_bundle: Path) -> None:
     with tfm_export.load(tiny_bundle) as model:
         generation = model.generate("ab")
     result = run(tiny_bundle, "--ids", lines="4 5 2\n4 x\n99\n")
-    assert result.stdout == " ".join(map(str, generation.tokens)) + "\n"
+    assert result.stdout == " ".join(map(str, generation.tokens)) + "\n\n\n"
     assert "line 2: ids must be integers" in result.stderr
     assert "line 3: the source has ids that the vocabulary of 31 lacks: 99" in result.stderr
     state = json.loads(run(tiny_bundle, "--ids", "--json", "4 5 2").stdout)
@@ -182,7 +185,7 @@ def test_lengths(tiny_bundle: Path) -> None:
 
 def test_long_sources(tiny_bundle: Path) -> None:
     refused = run(tiny_bundle, "a" * 70)
-    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert (refused.exit_code, refused.stdout) == (1, "\n")
     assert "line 1: the source has 71 tokens; the model takes at most 64" in refused.stderr
     cut = run(tiny_bundle, "--long-source", "truncate", "a" * 70)
     assert cut.exit_code == 0
@@ -273,7 +276,7 @@ def test_prefixes_are_text_or_ids(tiny_bundle: Path) -> None:
 
 def test_tokens_as_they_come(tiny_bundle: Path, expected: dict[str, str]) -> None:
     result = run(tiny_bundle, "--stream", lines="hello\n\nzz\n")
-    assert result.stdout.splitlines() == [expected["hello"], expected["zz"]]
+    assert result.stdout.splitlines() == [expected["hello"], "", expected["zz"]]
     assert result.stderr.splitlines() == ["line 2: the text is empty", "1 of 3 lines could not be decoded"]
     ids = run(tiny_bundle, "--ids", "4 5 2")
     assert run(tiny_bundle, "--ids", "--stream", "4 5 2").stdout == ids.stdout
@@ -321,7 +324,7 @@ def test_files(tiny_bundle: Path, tmp_path: Path, expected: dict[str, str]) -> N
     result = run(tiny_bundle, *files)
     assert result.exit_code == 1
     assert result.stdout == ""
-    assert (tmp_path / "out.txt").read_text() == f"{expected['hello']}\n{expected['zz']}\n"
+    assert (tmp_path / "out.txt").read_text() == f"{expected['hello']}\n\n{expected['zz']}\n"
     assert not partial_path(tmp_path / "out.txt").exists()
     again = run(tiny_bundle, *files)
     assert again.exit_code == 1
@@ -344,8 +347,12 @@ def test_what_is_done_is_kept_when_the_work_is_cut_short(
     assert f"what was done is in {partial_path(path)}" in result.stderr
     assert partial_path(path).read_text() == expected["zz"] + "\n"
     assert not path.exists()
-    assert f"{partial_path(path)} exists already" in run(tiny_bundle, "-o", path, "zz").stderr
-    partial_path(path).unlink()
+    again = run(tiny_bundle, "-o", path, "zz")
+    assert again.exit_code == 0
+    assert f"{partial_path(path)} of an earlier run is begun again" in again.stderr
+    assert path.read_text() == expected["zz"] + "\n"
+    assert [*tmp_path.iterdir()] == [path]
+    path.unlink()
     with pytest.raises(ZeroDivisionError), output_file(path):
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []  # nothing was done
@@ -388,7 +395,7 @@ def test_texts_and_numbers_of_any_length(tiny_bundle: Path, tmp_path: Path, monk
     assert long.exit_code == 1
     assert "the source has 5001 tokens" in long.stderr
     result = run("--ids", lines="1" * 5000 + "\n-" + "1" * 5000 + "\n1 2\n")
-    assert (result.exit_code, len(result.stdout.splitlines())) == (1, 1)
+    assert (result.exit_code, [bool(line) for line in result.stdout.splitlines()]) == (1, [False, False, True])
     assert "2 of 3 lines could not be decoded" in result.stderr
     result = run("zz", "-o", tmp_path / ("x" * 250))
     assert result.exit_code == 1

@@ -260,3 +260,20 @@ def test_a_wished_prefix_is_followed_the_more_the_larger_beta_is() -> None:
 
     assert following(1e-6) < len(SOURCES)
     assert following(0.999) == len(SOURCES)
+
+
+@pytest.mark.parametrize("beam_size", [1, 3])
+def test_a_constraint_is_asked_about_living_paths_only(beam_size: int) -> None:
+    """From a forced prefix, and once paths have died since nothing else may follow."""
+    targets = [[4, 5, 6], [4, 5], [4, 7]]
+    trie, asked = Trie(targets, end=2), list[tuple[int, ...]]()
+
+    def constraint(tokens: Sequence[int]) -> Sequence[int]:
+        asked.append(tuple(tokens))
+        return trie([*tokens])
+
+    model = FakeModel(random_table(VOCABULARY, seed=2), VOCABULARY)
+    options = DecodeOptions(beam_size=beam_size, constraint=constraint, target_prefix=[4])
+    generate(model, SOURCES, options, SPECIAL)
+    possible = {tuple(target[:n]) for target in targets for n in range(1, len(target) + 1)}
+    assert {*asked} <= possible

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tokenizers
 
 from tests.model.conftest import WORDS
-from tfm_export import NumericError, RequestError
+from tfm_export import NumericError, RequestError, TextRequest
 from tfm_export.decoding import Reason, SettledToken
 from tfm_export.model import Model
+from tfm_export.tokenizer.huggingface import HuggingFaceTokenizer
 
 
 @pytest.mark.parametrize("fields", [{}, {"beam_size": 3}, {"sampling_topk": 5, "seed": 1}, {"target_prefix": "p1 p2"}])
@@ -27,6 +29,42 @@ def test_a_stream_gives_the_generation_piece_by_piece(model: Model, fields: dict
     assert "".join(piece.text for piece in pieces) == whole.text
     assert stream.answer is not None
     assert stream.answer.hypotheses == whole.hypotheses
+
+
+def test_characters_of_several_tokens_come_whole(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are bytes, and some of them one of a pair with a letter: of what is drawn, much is no character."""
+    names = [*bytes_to_names("👩\u200d🚀 日本".encode()), "aÃ", "ab", "."]
+    size, special = model.step_model.dimensions.target_vocabulary_size, model.bundle.manifest.special_ids
+    theirs = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"{names[i % len(names)]}{'.' * (i // len(names))}": i for i in range(size)})
+    )
+    theirs.decoder = tokenizers.decoders.ByteLevel()
+    monkeypatch.setattr(model._runner, "_tokenizer", HuggingFaceTokenizer(theirs, special))
+    corrupt = 0
+    for seed in range(60):
+        stream = model.stream("transformer", sampling_topk=0, seed=seed, sampling_temperature=3.0)
+        pieces = list(stream)
+        assert stream.answer is not None
+        assert [piece.token for piece in pieces] == stream.answer.tokens
+        assert "".join(piece.text for piece in pieces) == stream.answer.text
+        corrupt += "\ufffd" in stream.answer.text
+    assert corrupt > 30
+
+
+def bytes_to_names(text: bytes) -> list[str]:
+    """What ByteLevel calls each byte, once."""
+    alphabet = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return [*dict.fromkeys(alphabet.pre_tokenize_str(text.decode())[0][0])]
+
+
+def test_a_callback_that_ends_a_beam_search_leaves_no_part_of_the_answer_out(model: Model) -> None:
+    asked = TextRequest(text="transformer", target_prefix="p1 p2", on_tokens=lambda _: True)
+    stream = model.stream(asked, beam_size=4)
+    pieces = list(stream)
+    assert stream.answer is not None
+    assert stream.answer.reason is Reason.CALLBACK
+    assert [piece.token for piece in pieces] == stream.answer.tokens
+    assert "".join(piece.text for piece in pieces) == stream.answer.text
 
 
 def test_a_stream_of_ids(model: Model) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tfm_export.errors import RequestError
+from tfm_export.text_files import read_text
 
 FORMAT_VERSION = 1
 PERCENTILES = (50, 90, 99)
@@ -129,7 +130,7 @@ def read_result(path: str | Path) -> BenchResult:
         RequestError: it is not one.
     """
     try:
-        state = json.loads(Path(path).read_text(encoding="utf-8"))
+        state = json.loads(read_text(path))
         if state["format_version"] != FORMAT_VERSION:
             raise RequestError(
                 f"{path} has format version {state['format_version']}, expected {FORMAT_VERSION}", "measure again"

@@ -12,6 +12,7 @@ from reference_model import TransformerConfig, Vocabulary
 from tfm_export.checkpoints.files import read_json
 from tfm_export.errors import CheckpointError
 from tfm_export.quotation import shorten
+from tfm_export.text_files import MARK, decode_text
 
 SIDES = ("source", "target")
 PADDED_TO = (8, 16, 32, 64, 128)  # tables have more rows than tokens where they are padded to a multiple of these
@@ -185,7 +186,7 @@ def _side_tokens(side: str, settings: Mapping[str, Any], dictionary: str, proble
         return tokens
     if f"{side}_dictionary" in settings:
         path = Path(settings[f"{side}_dictionary"])
-        text = _bytes(path, problems).decode(errors="replace")
+        text = decode_text(_bytes(path, problems), errors="replace")
         try:
             return list(DICTIONARIES[settings.get("dictionary_format", dictionary)](text))
         except ValueError as problem:
@@ -250,6 +251,7 @@ def _bytes(path: Path, problems: list[str]) -> bytes:
 
 def _are_codes(model: bytes) -> bool:
     """Whether a subword model is subword-nmt's codes, which are text; SentencePiece's files are not."""
+    model = model.removeprefix(MARK)
     return b"\0" not in model and (model.startswith(b"#version") or re.match(rb"\S+ \S+\r?\n", model) is not None)
 
 

@@ -96,7 +96,8 @@ def cli() -> None:
       tfm-export onnx checkpoint.pt --inputs lines.txt
       tfm-export run tfm_bundle "some text"
 
-    Exit codes: 0 success, 1 an error that you can fix, 2 wrong usage, 3 the results differ too much from PyTorch's.
+    Exit codes: 0 success, 1 an error that you can fix, 2 wrong usage, 3 the results differ too much from PyTorch's,
+    4 the budget of run is over.
     """
 
 

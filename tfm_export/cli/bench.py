@@ -7,18 +7,19 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
 from tfm_export.bundle import Bundle, write_text
 from tfm_export.cli.bench_plot import FORMATS, HEAD, cell_rows, draw_speed
-from tfm_export.cli.files import read_texts, refuse_to_replace
+from tfm_export.cli.files import refuse_to_replace
 from tfm_export.cli.options import bundle_argument, force_option, json_option, threads_option
 from tfm_export.cli.progress import Stopwatch
 from tfm_export.cli.reports import table
 from tfm_export.errors import RequestError
 from tfm_export.extras import require, require_onnxruntime
+from tfm_export.text_files import read_texts
 
 if TYPE_CHECKING:
     from tfm_export.bench import BenchResult, CellVerdict
@@ -66,7 +67,7 @@ COLOURS = {"faster": "green", "slower": "red", "same": None}
 )
 @click.option(
     "--inputs",
-    type=click.File(encoding="utf-8"),
+    type=click.File("rb"),
     help="Source texts to decode, one per line.  [default: the golden inputs]",
 )
 @click.option(
@@ -93,7 +94,7 @@ def command(
     beams: tuple[int, ...],
     tokens: int | None,
     rounds: int,
-    inputs: IO[str] | None,
+    inputs: BinaryIO | None,
     output: Path | None,
     plot: Path | None,
     earlier: Path | None,

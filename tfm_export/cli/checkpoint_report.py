@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
@@ -25,7 +25,7 @@ def print_checkpoint(
     settings: dict[str, Any],
     *,
     adapter: str | None = None,
-    expect: IO[str] | None = None,
+    expect: BinaryIO | None = None,
     as_json: bool,
 ) -> None:
     """Print what a checkpoint tells; one that cannot be exported as it is makes the command fail.
@@ -54,7 +54,9 @@ def print_checkpoint(
         raise wrong
 
 
-def _expected_state(path: Path, settings: dict[str, Any], expect: IO[str]) -> tuple[dict[str, Any], ParityError | None]:
+def _expected_state(
+    path: Path, settings: dict[str, Any], expect: BinaryIO
+) -> tuple[dict[str, Any], ParityError | None]:
     """Whether the user's own pairs come out as expected, and what is wrong if they do not.
 
     Raises:

@@ -49,6 +49,11 @@ def start_and_factor(text: str) -> tuple[int, float]:
     return int(start), float(factor)
 
 
+def token(text: str) -> int | str:
+    """A token, or its id."""
+    return int(text) if text.isascii() and text.isdecimal() else text
+
+
 TARGET = click.STRING  # text, or ids with --ids
 FLAG = click.BOOL
 
@@ -113,7 +118,7 @@ ENTRIES = {
     ),
     "replace_unknowns": Entry(FLAG, "Replace an unknown token by the source token with the most attention."),
     "start_tokens": Entry(ids, "Ids of the tokens that the decoder starts from.", default="the model's start token"),
-    "forced_bos": Entry(click.INT, "Id of the token that every target begins with."),
+    "forced_bos": Entry(token, "The token that every target begins with, or its id."),
     "forced_eos": Entry(click.INT, "Id of the token that a target ends with at the length limit."),
     "end_token": Entry(ids, "Ids of the tokens that end a target.", default="the model's end token"),
     "return_end_token": Entry(FLAG, "Keep the end token in the tokens."),

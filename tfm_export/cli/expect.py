@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
-from tfm_export.cli.files import read_texts
+from tfm_export.text_files import read_texts
 
 if TYPE_CHECKING:
     from tfm_export.verify import Expectations
 
 expect_option = click.option(
     "--expect",
-    type=click.File(encoding="utf-8"),
+    type=click.File("rb"),
     help="Your own pairs, made by your own code, which the model must give: a source, a tab and its output on each "
     "line, or JSON lines (see docs/checkpoints.md).",
 )
-"""`expect: IO[str] | None`; `read_expectations` takes it."""
+"""`expect: BinaryIO | None`; `read_expectations` takes it."""
 
 
-def read_expectations(file: IO[str] | None) -> Expectations | None:
+def read_expectations(file: BinaryIO | None) -> Expectations | None:
     """The pairs of a file; None if there is no file.
 
     Raises:

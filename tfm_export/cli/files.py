@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, BinaryIO, TextIO
+from typing import BinaryIO, TextIO
 
 import click
 
+from tfm_export.cli.resume import record_path
 from tfm_export.errors import RequestError
-
-
-def read_lines(file: BinaryIO) -> Iterator[str]:
-    """The lines of a file; bytes that are not UTF-8 come as lone surrogates, for whoever takes the line to refuse."""
-    for line in file:
-        yield line.rstrip(b"\r\n").decode(errors="surrogateescape")
 
 
 def file_bytes(file: BinaryIO) -> int | None:
@@ -46,11 +41,18 @@ def partial_path(path: Path) -> Path:
 
 
 @contextmanager
-def output_file(path: Path | None) -> Iterator[TextIO]:
+def output_file(
+    path: Path | None, *, append: bool = False, is_whole: Callable[[], bool] = lambda: True
+) -> Iterator[TextIO]:
     """A file to write lines to: standard output, or a path at which the file appears once it is whole.
 
-    Until then it is `partial_path`, which stays, with the lines that are done, if the work is cut short. What is not a
-    file, such as a pipe or /dev/null, is written to as it stands.
+    Until then it is `partial_path`, which stays, with the lines that are done, if the work is cut short, or does not
+    come to its end. What is not a file, such as a pipe or /dev/null, is written to as it stands.
+
+    Args:
+        path: of the file; None for standard output.
+        append: go on with what an earlier run left at `partial_path`.
+        is_whole: asked at the end, whether the work has come to its own.
 
     Raises:
         RequestError: the file cannot be written.
@@ -58,10 +60,10 @@ def output_file(path: Path | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
-    special = os.path.exists(path) and not os.path.isfile(path)
+    special = is_special(path)
     partial = path if special else partial_path(path)
     try:
-        file = partial.open("w", encoding="utf-8", newline="\n")
+        file = partial.open("a" if append else "w", encoding="utf-8", newline="\n")
     except OSError as problem:
         raise RequestError(f"{partial} cannot be written: {problem.strerror}", "another file with -o") from problem
     if special:
@@ -72,21 +74,23 @@ def output_file(path: Path | None) -> Iterator[TextIO]:
         with file:
             yield file
     except BaseException:
-        if partial.stat().st_size:
-            click.echo(f"what was done is in {partial}", err=True)
-        else:
-            partial.unlink()
+        _tell_of_partial(partial)
         raise
+    if not is_whole():
+        _tell_of_partial(partial)
+        return
     partial.replace(path.resolve() if path.is_symlink() else path)
+    record_path(partial).unlink(missing_ok=True)
 
 
-def read_texts(file: IO[str]) -> list[str]:
-    """The lines of a file.
+def is_special(path: Path) -> bool:
+    """Whether this is there and is not a file, but a pipe or a device."""
+    return os.path.exists(path) and not os.path.isfile(path)
 
-    Raises:
-        RequestError: it is not text in UTF-8.
-    """
-    try:
-        return [line.rstrip("\n") for line in file]
-    except UnicodeDecodeError as problem:
-        raise RequestError(f"{file.name} is not text in UTF-8: {problem}", "save it in UTF-8") from None
+
+def _tell_of_partial(partial: Path) -> None:
+    if partial.stat().st_size:
+        click.echo(f"what was done is in {partial}", err=True)
+    else:
+        partial.unlink()
+        record_path(partial).unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import click
 
@@ -11,11 +11,11 @@ from tfm_export.bundle import DEFAULT_PATH
 from tfm_export.cli.checkpoint_adapter import adapter_option, load_factory
 from tfm_export.cli.checkpoint_options import checkpoint_options, given_settings
 from tfm_export.cli.expect import expect_option, read_expectations
-from tfm_export.cli.files import read_texts
 from tfm_export.cli.options import force_option, json_option
 from tfm_export.cli.progress import Stopwatch
 from tfm_export.cli.reports import print_files, print_reading, print_verdict
 from tfm_export.extras import require, require_onnxruntime
+from tfm_export.text_files import read_texts
 
 
 @click.command("onnx")
@@ -30,7 +30,7 @@ from tfm_export.extras import require, require_onnxruntime
 )
 @click.option(
     "--inputs",
-    type=click.File(encoding="utf-8"),
+    type=click.File("rb"),
     help="Real source texts, one per line, to verify with and to store as golden inputs; by default these are random "
     "ids. For a model without a tokenizer: ids separated by spaces, one source per line.",
 )
@@ -58,8 +58,8 @@ from tfm_export.extras import require, require_onnxruntime
 def command(
     checkpoint: Path,
     output: Path,
-    inputs: IO[str] | None,
-    expect: IO[str] | None,
+    inputs: BinaryIO | None,
+    expect: BinaryIO | None,
     max_source_length: int | None,
     max_target_length: int | None,
     attention: bool,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import click
 
 from tfm_export.bundle import Bundle
-from tfm_export.cli.files import read_texts
 from tfm_export.cli.options import bundle_argument, force_option, json_option, threads_option
 from tfm_export.cli.progress import Stopwatch
 from tfm_export.cli.reports import print_check, print_generations, size_text, table
 from tfm_export.extras import require, require_onnxruntime
 from tfm_export.precision import PRECISIONS
+from tfm_export.text_files import read_texts
 
 if TYPE_CHECKING:
     from tfm_export.quantize import QuantizeReport
@@ -47,7 +47,7 @@ def precision_options(command: Any) -> Any:
 )
 @click.option(
     "--calibration",
-    type=click.File(encoding="utf-8"),
+    type=click.File("rb"),
     help="Real source texts, one per line, to calibrate on; lines of ids if the bundle has no tokenizer.  "
     "[default: the bundle's golden inputs]",
 )
@@ -101,7 +101,7 @@ def command(
     bundle: Path,
     precisions: tuple[str, ...],
     target: Literal["cpu", "tensorrt"] | None,
-    calibration: IO[str] | None,
+    calibration: BinaryIO | None,
     int8_encoder: bool,
     method: str | None,
     dev: Path | None,

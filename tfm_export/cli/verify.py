@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
@@ -45,7 +45,7 @@ def command(
     bundle: Path,
     checkpoint: Path | None,
     gpu: int | None,
-    expect: IO[str] | None,
+    expect: BinaryIO | None,
     adapter: str | None,
     threads: int | None,
     as_json: bool,

@@ -10,7 +10,7 @@ from typing import Any
 
 from tfm_export.bundle import SpecialIds
 from tfm_export.decoding.options import DecodeOptions
-from tfm_export.decoding.request import Request
+from tfm_export.decoding.request import Request, target_beginning
 from tfm_export.decoding.result import Hypothesis, Result, merged
 from tfm_export.decoding.session import decode
 from tfm_export.errors import RequestError
@@ -31,7 +31,7 @@ def alternatives(
     """
     if any(request.on_tokens is not None for request in requests):
         raise RequestError("on_tokens follows one hypothesis, return_alternatives makes several")
-    requests = [replace(request, target_prefix=options.begin(request.target_prefix)) for request in requests]
+    requests = [replace(r, target_prefix=target_beginning(r, options), forced_bos=None) for r in requests]
     firsts = _first_tokens(model, requests, options, special)
     branches = [
         replace(request, target_prefix=first.tokens)

@@ -144,7 +144,7 @@ class Beam(Search):
             state = batch.live[row]
             if not (state.finished or is_full or best == -np.inf):
                 continue
-            prefix = self.context.counted_prefix(int(histories.prefix[row]))
+            prefix = self.context.counted_prefix(int(histories.prefix[row]), batch.live[row].request)
             if self._needs_no_more(state, best, int(histories.length[row]), prefix):
                 done.append((row, Reason.LENGTH if is_full else Reason.END))
         return done

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from tfm_export.bundle import SpecialIds
 from tfm_export.decoding.options import DecodeOptions, pairs
-from tfm_export.decoding.request import Request
+from tfm_export.decoding.request import Request, target_beginning
 from tfm_export.errors import RequestError
 from tfm_export.graph import DECODER_STEP_ATTENTION, Dimensions
 from tfm_export.runtime.step_model import StepModel
@@ -79,12 +79,13 @@ def request_problems(model: StepModel, request: Request, options: DecodeOptions,
         name: what the source is called in what is told.
     """
     yield from source_problems(model, request.source, name)
-    begin, longest = options.begin(request.target_prefix), longest_target(model, options)
+    begin, longest = target_beginning(request, options), longest_target(model, options)
     name = f"target_prefix of {name}"
-    yield from ids_beyond(name, begin, model.dimensions.target_vocabulary_size)
+    start = () if request.start_token is None else (request.start_token,)
+    yield from ids_beyond(name, (*begin, *start), model.dimensions.target_vocabulary_size)
     if len(begin) + options.return_alternatives >= longest:
         yield f"{name} has {len(begin)} tokens: of the {longest} of a target none is left to search for"
-    if options.forced_bos is not None and len(begin) > 1:
+    if options.forced_bos is not None and request.forced_bos is None and len(begin) > 1:
         yield f"{name} and forced_bos both say how the target begins: give one"
 
 

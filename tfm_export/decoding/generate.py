@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -95,10 +96,17 @@ def stream(
         settled.extend(tokens)
         return bool(request.on_tokens and request.on_tokens(tokens))
 
+    told = 0
     with DecodingSession(model, options, special) as session:
         session.add(replace(request, on_tokens=keep))
         while session.pending:
             answers = session.step()
+            told += len(settled)
             yield from settled
             settled.clear()
-            yield from (result for _, result in answers)
+            for _, result in answers:
+                # Of a beam search that a callback ended, the best hypothesis goes on behind what had settled.
+                rest = slice(told, None)
+                log_probs = result.hypotheses[0].log_probs or [math.nan] * len(result.tokens)
+                yield from map(SettledToken, result.tokens[rest], log_probs[rest])
+                yield result

@@ -20,6 +20,7 @@ from tfm_export.quotation import quote
 from tfm_export.runtime.step_model import Floats
 
 if TYPE_CHECKING:
+    from tfm_export.decoding.options import DecodeOptions
     from tfm_export.decoding.search import Search
 
 
@@ -55,12 +56,17 @@ class Request:
     Attributes:
         source: ids, exactly as the encoder gets them.
         target_prefix: tokens that the target begins with; None takes the options' prefix.
+        forced_bos: the token that the target begins with, before its prefix; None takes the options'. It counts as
+            searched for, as theirs does.
+        start_token: what the decoder starts from; None takes the options', or the model's.
         constraint: which tokens may follow what; None takes the options' constraint.
         seed: of this request's samples; None takes the options' seed.
         draw: which of the samples with this seed it is.
         deadline: seconds after which it gives what it has; they count from `admitted`.
         admitted: a time on the clock of `time.perf_counter`; None is the moment when it joins a batch, so that no time
             counts in which it waits for others.
+        ends_at: a time on the same clock at which the budget of a whole call is over, and the request gives what it
+            has, whether or not it has joined a batch.
         cancelled: asked before every step; once it is set, the request gives what it has.
         on_tokens: called with the tokens that a step settled; True ends the request there.
         priority: of the requests that wait the highest joins a batch first, of equals the one that came first.
@@ -71,20 +77,27 @@ class Request:
 
     source: Sequence[int]
     target_prefix: Sequence[int] | None = None
+    forced_bos: int | None = None
+    start_token: int | None = None
     constraint: Constraint | None = None
     seed: int | None = None
     draw: int = 0
     deadline: float | None = None
     admitted: float | None = None
+    ends_at: float | None = None
     cancelled: Cancellation | None = None
     on_tokens: Callable[[list[SettledToken]], bool | None] | None = None
     priority: int = 0
 
     def __post_init__(self) -> None:
         check_ending(self.deadline, self.cancelled)
-        admitted: object = self.admitted
-        if admitted is not None and not (isinstance(admitted, numbers.Real) and math.isfinite(admitted)):
-            raise RequestError(f"admitted must be a time of time.perf_counter(), found {quote(admitted)}")
+        for name in ("admitted", "ends_at"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
+                raise RequestError(f"{name} must be a time of time.perf_counter(), found {quote(value)}")
+        for name in ("forced_bos", "start_token"):
+            if not ((value := getattr(self, name)) is None or are_ids([value])):
+                raise RequestError(f"{name} must be an id, found {quote(value)}")
         if not are_ids([self.priority]):
             raise RequestError(f"priority must be an integer, found {quote(self.priority)}")
         if self.on_tokens is not None and not callable(self.on_tokens):
@@ -150,9 +163,22 @@ class RequestState:
         cancelled = self.request.cancelled
         if cancelled is not None and cancelled.is_set():
             return Reason.CANCELLED
-        if self.ends < math.inf and time.perf_counter() >= self.ends:
-            return Reason.DEADLINE
+        ends_at = math.inf if self.request.ends_at is None else self.request.ends_at
+        if min(self.ends, ends_at) < math.inf:
+            now = time.perf_counter()
+            if now >= ends_at:
+                return Reason.BUDGET
+            if now >= self.ends:
+                return Reason.DEADLINE
         return None
+
+
+def target_beginning(request: Request, options: DecodeOptions) -> tuple[int, ...]:
+    """What a request's target begins with, or is drawn to: its own forced_bos and prefix, or the options'."""
+    if request.forced_bos is None:
+        return options.begin(request.target_prefix)
+    own = request.target_prefix
+    return (request.forced_bos, *(options.target_prefix if own is None else own))
 
 
 def are_ids(value: object) -> bool:
@@ -160,18 +186,20 @@ def are_ids(value: object) -> bool:
     return isinstance(value, Iterable) and all(isinstance(i, numbers.Integral) for i in value)
 
 
-def check_ending(deadline: object, cancelled: object) -> None:
+def check_ending(deadline: object, cancelled: object, budget: object = None) -> None:
     """Make sure that what may end a request early is none, or of its kind.
 
     Args:
         deadline: a number of seconds that time can be compared with.
         cancelled: a `Cancellation`.
+        budget: a number of seconds, as the deadline is.
 
     Raises:
         RequestError: one is something else.
     """
     most = sys.float_info.max
-    if deadline is not None and not (isinstance(deadline, numbers.Real) and (deadline <= most or deadline == math.inf)):
-        raise RequestError(f"deadline must be a number of seconds, found {quote(deadline)}")
+    for name, value in (("deadline", deadline), ("budget", budget)):
+        if value is not None and not (isinstance(value, numbers.Real) and (value <= most or value == math.inf)):
+            raise RequestError(f"{name} must be a number of seconds, found {quote(value)}")
     if cancelled is not None and not callable(getattr(cancelled, "is_set", None)):
         raise RequestError(f"cancelled must have is_set(), as a threading.Event has, found {quote(cancelled)}")

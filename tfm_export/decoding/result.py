@@ -19,6 +19,7 @@ class Reason(Enum):
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
     CALLBACK = "callback"
+    BUDGET = "budget"
 
 
 @dataclass(frozen=True, kw_only=True)

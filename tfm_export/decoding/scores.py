@@ -116,6 +116,7 @@ class Editor:
         *,
         forced: int = 0,
         source: SourceRules = NO_SOURCE_RULES,
+        start_token: int | None = None,
     ) -> Edit:
         """What is changed after some tokens.
 
@@ -125,11 +126,13 @@ class Editor:
             constraint: which tokens may follow.
             forced: how many tokens the target begins with that were not chosen.
             source: what the source's tokens change.
+            start_token: what the decoder starts from, where that is a request's own.
         """
         o = self._options
         if o.forced_eos is not None and len(tokens) == self._longest - 1:
             return Edit(forced=o.forced_eos)
-        banned, history = set(self._suppressed), [*self._start, *tokens]
+        start = self._start if start_token is None else [*self._start[:-1], start_token][: len(self._start)]
+        banned, history = set(self._suppressed), [*start, *tokens]
         if len(tokens) < o.min_decoding_length:
             banned.update(self._end_ids)
         if o.no_repeat_ngram_size:

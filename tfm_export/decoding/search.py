@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from tfm_export.decoding.attention import coverage
 from tfm_export.decoding.batch import Batch
 from tfm_export.decoding.options import DecodeOptions
+from tfm_export.decoding.request import Request
 from tfm_export.decoding.result import Hypothesis, Reason
-from tfm_export.decoding.scores import Edit, Editor
+from tfm_export.decoding.scores import NO_EDIT, Edit, Editor
 from tfm_export.decoding.top_tokens import TopTokens
 from tfm_export.errors import RequestError
 from tfm_export.runtime.step_model import Ids, StepOutput
@@ -52,9 +53,10 @@ class SearchContext:
         """Of the cache, that the longest target needs."""
         return len(self.start) + self.options.beam_size * self.longest
 
-    def counted_prefix(self, forced: int) -> int:
-        """How many of the forced tokens do not count as searched for; that of forced_bos does."""
-        return 0 if self.options.forced_bos is not None else forced
+    def counted_prefix(self, forced: int, request: Request) -> int:
+        """How many of a request's forced tokens do not count as searched for; that of forced_bos does."""
+        first = self.options.forced_bos if request.forced_bos is None else request.forced_bos
+        return forced if first is None else max(forced - 1, 0)
 
     def is_end(self, tokens: Ids) -> NDArray[np.bool_]:
         """Which tokens end a target."""
@@ -65,14 +67,25 @@ class SearchContext:
         edited = [row for row in rows.tolist() if batch.live[row].edits]
         if not edited:
             return None
-        edit, of, beams = self.editor.edit, batch.histories.of, range(self.options.beam_size)
-        states = [batch.live[row] for row in edited]
-        return {
-            row: [
-                edit(of(row, beam)[0], s.wished, s.constraint, forced=len(s.forced), source=s.source) for beam in beams
-            ]
-            for row, s in zip(edited, states, strict=True)
+        return {row: self._edits_of(batch, row) for row in edited}
+
+    def _edits_of(self, batch: Batch, row: int) -> list[Edit]:
+        """The edits of a row's hypotheses. Dead ones have that of the first living one: no constraint is asked."""
+        state, alive = batch.live[row], (batch.histories.scores[row] > -np.inf).tolist()
+        edits = {
+            beam: self.editor.edit(
+                batch.histories.of(row, beam)[0],
+                state.wished,
+                state.constraint,
+                forced=len(state.forced),
+                source=state.source,
+                start_token=state.request.start_token,
+            )
+            for beam, lives in enumerate(alive)
+            if lives
         }
+        first = next(iter(edits.values()), NO_EDIT)
+        return [edits.get(beam, first) for beam in range(len(alive))]
 
     def hypothesis(
         self, batch: Batch, row: int, beam: int, extension: tuple[list[int], list[float]] = ([], [])
@@ -83,7 +96,7 @@ class SearchContext:
         tokens, log_probs = tokens + extension[0], log_probs + extension[1]
         attention, distributions = batch.attention(row, beam, len(tokens)), batch.live[row].distributions[beam]
         finished = len(tokens) > forced and tokens[-1] in self.end_ids
-        prefix = self.counted_prefix(forced)
+        prefix = self.counted_prefix(forced, batch.live[row].request)
         score = sum(log_probs) / o.divisor(len(tokens), prefix) if len(tokens) > prefix else None
         if score is not None and o.coverage_penalty and attention is not None:
             left_out = prefix if o.rules.length_formula == "without_prefix" else 0

@@ -16,7 +16,7 @@ from tfm_export.decoding.beam import Beam
 from tfm_export.decoding.checks import check_options, longest_target
 from tfm_export.decoding.greedy import Greedy
 from tfm_export.decoding.options import DecodeOptions
-from tfm_export.decoding.request import Request, RequestState, SettledToken
+from tfm_export.decoding.request import Request, RequestState, SettledToken, target_beginning
 from tfm_export.decoding.result import Hypothesis, Reason, Result, Statistics
 from tfm_export.decoding.sampling import generator
 from tfm_export.decoding.scores import Editor
@@ -95,10 +95,11 @@ class DecodingSession:
         search = self._search if options is None else self._latest[1]
         context, o = search.context, search.context.options
         self._batch.allow(context.slots)
-        begin = o.begin(request.target_prefix)
-        forced = () if o.prefix_bias_beta else begin
+        begin = target_beginning(request, o)
+        forced = begin if not o.prefix_bias_beta else begin[: request.forced_bos is not None]
         constraint = request.constraint or o.constraint
         seed = (options or self._options).seed if request.seed is None else request.seed
+        start = context.start if request.start_token is None else (*context.start[:-1], request.start_token)
         state = RequestState(
             number=self._added,
             search=search,
@@ -109,7 +110,7 @@ class DecodingSession:
             edits=context.editor.may_edit(constraint),
             source=context.editor.source_rules(request.source),
             random=generator(seed, request.draw) if o.samples else None,
-            prompt=[*context.start, *forced],
+            prompt=[*start, *forced],
             distributions=[[] for _ in range(o.beam_size)],
         )
         self._waiting.add(state, priority=request.priority)
@@ -312,7 +313,8 @@ class DecodingSession:
 
 def unbegun(request: Request, options: DecodeOptions, reason: Reason) -> Result:
     """The answer to a request that was given up before it joined a batch: what was forced; it is told of that."""
-    tokens = [] if options.prefix_bias_beta else [*options.begin(request.target_prefix)]
+    begin = target_beginning(request, options)
+    tokens = [*(begin[: request.forced_bos is not None] if options.prefix_bias_beta else begin)]
     log_probs, shape = [0.0] * len(tokens), (len(tokens), len(request.source))
     if tokens and request.on_tokens is not None:
         request.on_tokens([SettledToken(token, 0.0) for token in tokens])

@@ -64,12 +64,13 @@ def joined(draws: Sequence[Generation]) -> Generation:
 
 @dataclass(frozen=True)
 class Piece(SettledToken):
-    """A token that can no longer change, and what it adds to the text.
+    """A token that can no longer change, and what it adds to the text, which can no longer change either.
 
     Attributes:
         token: its id.
         log_prob: its log-probability; 0 where it was forced.
-        text: empty where the token does not show.
+        text: empty where the token does not show, or makes a character together with those that follow: the last of
+            them has it.
     """
 
     text: str
@@ -204,9 +205,10 @@ class AsyncStream(Generic[PieceT_co]):
         self,
         begin: Callable[[Callable[[list[SettledToken]], None]], Pending[Generation]],
         pieces: Callable[[list[SettledToken]], list[Any]],
+        rest: Callable[[str], list[Any]],
     ) -> None:
         loop = asyncio.get_running_loop()
-        mailbox, self._pieces = Mailbox.of(loop), pieces
+        mailbox, self._pieces, self._rest = Mailbox.of(loop), pieces, rest
         self._ready: deque[Any] = deque()
         self._news = asyncio.Event()
         self.answer: Generation | None = None
@@ -229,7 +231,10 @@ class AsyncStream(Generic[PieceT_co]):
     async def __anext__(self) -> PieceT_co:
         while not self._ready:
             if self._end.done():
-                self.answer = self._end.result()
+                if self.answer is None:
+                    self.answer = self._end.result()
+                    self._ready += self._rest(self.answer.text)
+                    continue
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tfm_export.bundle import DEFAULT_PATH, TOKENIZER, Bundle
+from tfm_export.errors import RequestError
 from tfm_export.graph import GENERATE
 from tfm_export.model.model import MAX_WAITING, Model
 from tfm_export.model.observer import Observer
+from tfm_export.model.requests import SPECIAL_TOKENS, SpecialTokens
 from tfm_export.runtime.backends import Backend, BackendChoice, DeviceName, backend_choices, open_backend
 from tfm_export.tokenizer import load_tokenizer
 
@@ -22,6 +24,7 @@ def load(
     draft: str | None = None,
     threads: int | None = None,
     check_hashes: bool = True,
+    special_tokens: SpecialTokens = "read",
     workers: int | None = None,
     max_waiting: int = MAX_WAITING,
     observer: Observer | None = None,
@@ -45,6 +48,8 @@ def load(
         threads: threads to compute with on a CPU; None for the CPUs this process may use.
         check_hashes: read every file that may be used and compare its hash with the manifest's; of all others, and
             otherwise, only sizes are compared.
+        special_tokens: "escape" special tokens, such as "</s>", that texts spell, as a public service should, unless a
+            call says otherwise; "read" takes them as the tokenizer's own library does.
         workers: batches that `generate_async` decodes at the same time; None for as many as have CPUs of their own.
         max_waiting: sources that may wait for `generate_async`; more are refused with `Overloaded`.
         observer: told what `generate_async` does.
@@ -54,6 +59,8 @@ def load(
         BundleError: it is not a bundle, is damaged or of a newer format, or has no such variant.
         RequestError: an argument means nothing, or threads is less than 1.
     """
+    if special_tokens not in SPECIAL_TOKENS:
+        raise RequestError(f"special_tokens must be one of {', '.join(SPECIAL_TOKENS)}, found {special_tokens!r}")
     bundle = Bundle.open(path, check_hashes=False)
     if check_hashes:
         ways = backend_choices(bundle, backend=backend, device=device, variant=variant, draft=draft)
@@ -67,6 +74,7 @@ def load(
         step_model,
         tokenizer,
         backend=str(chosen),
+        special_tokens=special_tokens,
         workers=workers,
         max_waiting=max_waiting,
         observer=observer,

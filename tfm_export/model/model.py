@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -13,11 +14,20 @@ from typing import Any, Literal, Self, overload
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, Request, SettledToken, score
 from tfm_export.decoding.checks import check_options
-from tfm_export.decoding.request import Cancellation, are_ids
+from tfm_export.decoding.request import Cancellation, are_ids, check_ending
 from tfm_export.errors import ModelClosed, RequestError, TfmExportError
 from tfm_export.model.answers import AsyncStream, Generation, Pending, Piece, Stream
 from tfm_export.model.observer import Observer, Observers
-from tfm_export.model.requests import Call, Either, LongSource, Source, SourceReader, TextRequest, collect
+from tfm_export.model.requests import (
+    Call,
+    Either,
+    LongSource,
+    Source,
+    SourceReader,
+    SpecialTokens,
+    TextRequest,
+    collect,
+)
 from tfm_export.model.runner import OnError, Runner
 from tfm_export.model.scheduler import Scheduler, Ticket
 from tfm_export.runtime.step_model import StepModel
@@ -37,7 +47,8 @@ class Model:
     """A model in service. Safe to use from several threads, which share one copy of the weights.
 
     Settings are the same wherever a method takes them: fields of `DecodeOptions` by name, or all of them as `options`,
-    and long_source, deadline and cancelled, which `call` explains.
+    and long_source, deadline, budget, cancelled, source_language, target_language and special_tokens, which `call`
+    explains.
 
     >>> model.generate("hello", beam_size=4).text
     'HH EH L OW'
@@ -56,12 +67,14 @@ class Model:
         tokenizer: Tokenizer | None,
         *,
         backend: str = "",
+        special_tokens: SpecialTokens = "read",
         workers: int | None = None,
         max_waiting: int = MAX_WAITING,
         observer: Observer | None = None,
     ) -> None:
         self.bundle, self.step_model, self.tokenizer = bundle, step_model, tokenizer
         self.backend = backend or type(step_model).__name__
+        self._special_tokens = special_tokens
         self._reader = SourceReader(bundle, step_model, tokenizer)
         self._runner = Runner(bundle, step_model, tokenizer)
         self._closed = False
@@ -92,7 +105,7 @@ class Model:
 
         Args:
             text: a source text or a sequence of them; as a `TextRequest` where it has options of its own.
-            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled.
+            **settings: fields of `DecodeOptions`, long_source, deadline, budget, cancelled.
 
         Returns:
             A generation for a text, or a list of them, in order, for a sequence.
@@ -126,7 +139,7 @@ class Model:
         Args:
             text: a source text or a sequence of them; as a `TextRequest` where it has options of its own.
             request_id: the caller's name for the call, which observers and the log get.
-            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled; deadlines count from this call.
+            **settings: fields of `DecodeOptions` and the settings of `call`; deadlines count from this call.
 
         Returns:
             What can be awaited, waited for and cancelled, and gives what `generate` does.
@@ -176,7 +189,7 @@ class Model:
                 "text", [replace(asked, on_tokens=on_tokens)], self._reader.text, request_id, call, one=True
             )
 
-        return AsyncStream(begin, pieces.add)
+        return AsyncStream(begin, pieces.add, pieces.rest)
 
     @overload
     def generate_iterable(
@@ -185,12 +198,12 @@ class Model:
 
     @overload
     def generate_iterable(
-        self, texts: Iterable[Text], *, on_error: Yield, **settings: Any
+        self, texts: Iterable[Text | RequestError], *, on_error: Yield, **settings: Any
     ) -> Iterator[Generation | TfmExportError]: ...
 
     def generate_iterable(
         self,
-        texts: Iterable[Text],
+        texts: Iterable[Text | RequestError],
         *,
         on_error: OnError = "raise",
         window: int | None = None,
@@ -208,11 +221,12 @@ class Model:
         RequestError the text is empty
 
         Args:
-            texts: source texts, or `TextRequest`s; read a window at a time.
+            texts: source texts, or `TextRequest`s; read a window at a time. A `RequestError` among them is its own
+                answer.
             on_error: "raise" the error of a text in its place, or "yield" it there and go on.
             window: texts read and sorted by length at once; None for 16 batches of each worker.
             workers: how many threads decode, each batches of its own.
-            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled.
+            **settings: fields of `DecodeOptions`, long_source, deadline, budget, cancelled.
 
         Returns:
             A generation, or an error, for each text, in order.
@@ -232,7 +246,7 @@ class Model:
 
         Args:
             text: a source text, or a `TextRequest`.
-            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled.
+            **settings: fields of `DecodeOptions`, long_source, deadline, budget, cancelled.
 
         Returns:
             An iterator over pieces, whose texts together are the generation's; `answer` holds that at the end.
@@ -294,7 +308,7 @@ class Model:
 
         Args:
             sources: the ids of each, or a `decoding.Request` where it has options of its own.
-            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled.
+            **settings: fields of `DecodeOptions`, long_source, deadline, budget, cancelled.
 
         Returns:
             A generation without texts for each source, in order.
@@ -337,7 +351,7 @@ class Model:
             on_error: "raise" the error of a source in its place, or "yield" it there and go on.
             window: sources read and sorted by length at once; None for 16 batches of each worker.
             workers: how many threads decode, each batches of its own.
-            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled.
+            **settings: fields of `DecodeOptions`, long_source, deadline, budget, cancelled.
 
         Returns:
             A generation without texts, or an error, for each source, in order.
@@ -357,7 +371,7 @@ class Model:
 
         Args:
             source: its ids, or a `decoding.Request`.
-            **settings: fields of `DecodeOptions`, long_source, deadline, cancelled.
+            **settings: fields of `DecodeOptions`, long_source, deadline, budget, cancelled.
 
         Returns:
             An iterator over tokens; `answer` holds the generation at the end.
@@ -408,7 +422,11 @@ class Model:
         options: DecodeOptions | None = None,
         long_source: LongSource = "refuse",
         deadline: float | None = None,
+        budget: float | None = None,
         cancelled: Cancellation | None = None,
+        source_language: str | None = None,
+        target_language: str | None = None,
+        special_tokens: SpecialTokens | None = None,
         **option_fields: Any,
     ) -> Call:
         """The settings that every way of decoding takes.
@@ -422,19 +440,32 @@ class Model:
                 end token is kept.
             deadline: seconds after which a source gives what it has. They count for each source from its joining a
                 batch: no time counts in which it waits for other sources, or for who reads the answers.
+            budget: seconds from this call on after which all of its sources give what they have, for
+                `Reason.BUDGET`; those that have not joined a batch by then are answered without being decoded.
             cancelled: a `threading.Event` or the like, asked before every step; once it is set, sources give what they
                 have.
+            source_language: the language that texts are in, by name ("fra_Latn", "fr") or token ("__fr__"), for models
+                that are told it; None leaves it to the tokenizer. An unknown one is refused, with the nearest names.
+            target_language: the language to translate texts to, for multilingual models.
+            special_tokens: what becomes of a special token, such as "</s>", that a text spells: "read" it as the
+                tokenizer's own library does, or "escape" it, so that it is text like any other, which a public service
+                should do. None is what `load` was told.
             **option_fields: fields of `DecodeOptions`; the bundle's defaults hold for the others.
 
         Raises:
             RequestError: the options are not valid, or the model is closed.
         """
         self._check_open()
+        check_ending(deadline, cancelled, budget)
         return Call(
             options=self.decode_options(options, **option_fields),
             long_source=long_source,
             deadline=deadline,
+            ends_at=None if budget is None or budget == math.inf else time.perf_counter() + budget,
             cancelled=cancelled,
+            source_language=source_language,
+            target_language=target_language,
+            special_tokens=special_tokens or self._special_tokens,
         )
 
     def decode_options(self, options: DecodeOptions | None = None, **option_fields: Any) -> DecodeOptions:
@@ -446,7 +477,7 @@ class Model:
         Args:
             options: all of them, or None.
             **option_fields: fields of `DecodeOptions`; the bundle's defaults hold for the others. target_prefix and
-                suppress_sequences may be text.
+                suppress_sequences may be text, forced_bos a token.
 
         Raises:
             RequestError: both were given, they are not valid, or the model cannot serve them.
@@ -466,6 +497,8 @@ class Model:
                 option_fields["target_prefix"] = known(prefix)
             if isinstance(sequences := option_fields.get("suppress_sequences"), Sequence):
                 option_fields["suppress_sequences"] = [known(s) if isinstance(s, str) else s for s in sequences]
+            if isinstance(first := option_fields.get("forced_bos"), str):
+                option_fields["forced_bos"] = self._reader.target_token(first, "forced_bos")
             options = DecodeOptions(**self._defaults(option_fields), **option_fields)
         model, special = self.step_model, self.bundle.manifest.special_ids
         check_options(model, options, special, offered=model.capabilities.offers_attention)
@@ -473,7 +506,15 @@ class Model:
             self._options[key] = options
         return options
 
-    def encode_text(self, text: str, *, long_source: LongSource = "refuse") -> Source:
+    def encode_text(
+        self,
+        text: str,
+        *,
+        long_source: LongSource = "refuse",
+        source_language: str | None = None,
+        target_language: str | None = None,
+        special_tokens: SpecialTokens | None = None,
+    ) -> Source:
         """The ids that the encoder gets for a text.
 
         >>> model.encode_text("ab").ids
@@ -482,11 +523,21 @@ class Model:
         Args:
             text: a source text.
             long_source: "refuse" a text longer than the model takes, or "truncate" it.
+            source_language: as for `call`.
+            target_language: as for `call`.
+            special_tokens: as for `call`.
 
         Raises:
             RequestError: the bundle has no tokenizer, or the text is empty, unknown to it, or too long.
         """
-        return self._reader.text(text, Call(options=DecodeOptions(), long_source=long_source))
+        call = Call(
+            options=DecodeOptions(),
+            long_source=long_source,
+            source_language=source_language,
+            target_language=target_language,
+            special_tokens=special_tokens or self._special_tokens,
+        )
+        return self._reader.text(text, call)
 
     def check_ids(self, ids: Iterable[int], *, long_source: LongSource = "refuse") -> Source:
         """Make sure that the model can take a source.

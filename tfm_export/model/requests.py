@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
 from tfm_export.bundle import Bundle
@@ -15,10 +15,15 @@ from tfm_export.errors import RequestError
 from tfm_export.quotation import quote
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.tokenizer import Tokenizer
+from tfm_export.tokenizer.languages import AS_IT_IS, Reading
 
 LongSource = Literal["refuse", "truncate"]
 LONG_SOURCE = ("refuse", "truncate")
+SpecialTokens = Literal["read", "escape"]
+SPECIAL_TOKENS = ("read", "escape")
 SHORTER = "long_source='truncate' (--long-source truncate) to cut it, or split the text"
+
+OF_TEXTS = {"text", "source_language", "target_language"}
 
 ItemT = TypeVar("ItemT")
 EncodedT = TypeVar("EncodedT")
@@ -35,6 +40,8 @@ class TextRequest:
     Attributes:
         text: the source.
         target_prefix: what the target begins with, as text or ids; None takes the options' prefix.
+        source_language: the language it is in, by its name or token; None takes the call's.
+        target_language: the language to translate it to; None takes the call's.
         constraint: which tokens may follow what; None takes the options' constraint.
         seed: of this text's samples; None takes the options' seed.
         deadline: seconds after which it gives what it has; None takes the call's.
@@ -50,6 +57,8 @@ class TextRequest:
 
     text: str
     target_prefix: str | Sequence[int] | None = None
+    source_language: str | None = None
+    target_language: str | None = None
     constraint: Constraint | None = None
     seed: int | None = None
     deadline: float | None = None
@@ -73,11 +82,13 @@ class Source:
         request: what decoding is asked for it; the model can serve it.
         text: where it came from, if that is text.
         truncated: tokens were cut off at the end.
+        reading: how the text was read.
     """
 
     request: Request
     text: str | None
     truncated: bool
+    reading: Reading = AS_IT_IS
 
     @property
     def ids(self) -> Sequence[int]:
@@ -104,21 +115,32 @@ class Call:
         options: how to decode.
         long_source: what to do with sources that are too long.
         deadline: seconds after which a source gives what it has; they count from its joining a batch.
+        ends_at: the time of `time.perf_counter` at which the budget of the whole call is over.
         cancelled: asked before every step, beside a source's own.
         admitted: when the call came, on the clock of `time.perf_counter`: deadlines count from then; None lets them
             count from when each source joins a batch.
+        source_language: the language that texts are in.
+        target_language: the language to translate them to.
+        special_tokens: what becomes of special tokens that a text spells.
     """
 
     options: DecodeOptions
     long_source: LongSource = "refuse"
     deadline: float | None = None
+    ends_at: float | None = None
     cancelled: Cancellation | None = None
     admitted: float | None = None
+    source_language: str | None = None
+    target_language: str | None = None
+    special_tokens: SpecialTokens = "read"
 
     def __post_init__(self) -> None:
         check_ending(self.deadline, self.cancelled)
         if self.long_source not in LONG_SOURCE:
             raise RequestError(f"long_source must be one of {', '.join(LONG_SOURCE)}, found {quote(self.long_source)}")
+        if self.special_tokens not in SPECIAL_TOKENS:
+            found = quote(self.special_tokens)
+            raise RequestError(f"special_tokens must be one of {', '.join(SPECIAL_TOKENS)}, found {found}")
 
 
 class SourceReader:
@@ -147,15 +169,23 @@ class SourceReader:
             )
         return self._tokenizer
 
-    def text(self, item: str | TextRequest, call: Call) -> Source:
-        """A text, ready to be decoded.
+    def text(self, item: str | TextRequest | RequestError, call: Call) -> Source:
+        """A text, ready to be decoded; an error in the place of one is raised.
 
         Raises:
             RequestError: the model cannot take it.
         """
+        if isinstance(item, RequestError):
+            raise item
         asked = item if isinstance(item, TextRequest) else TextRequest(text=item)
         prefix = None if asked.target_prefix is None else self.known_target(asked.target_prefix)
-        return self._source(asked, asked.text, self.encode(asked.text), prefix, call)
+        reading = Reading(
+            source_language=call.source_language if asked.source_language is None else asked.source_language,
+            target_language=call.target_language if asked.target_language is None else asked.target_language,
+            escape=call.special_tokens == "escape",
+        )
+        source = self._source(asked, asked.text, self.encode(asked.text, reading), prefix, call, reading)
+        return replace(source, reading=reading)
 
     def ids(self, item: Iterable[int] | Request, call: Call) -> Source:
         """A source of ids, ready to be decoded.
@@ -164,9 +194,14 @@ class SourceReader:
             RequestError: the model cannot take it.
         """
         asked = item if isinstance(item, Request) else Request(source=_integers(item))
+        if named := [n for n in ("source_language", "target_language") if getattr(call, n) is not None]:
+            raise RequestError(
+                f"{', '.join(named)}: ids are exactly what the encoder gets, and name no language",
+                "forced_bos for the target's, which takes a token such as 'fra_Latn'",
+            )
         return self._source(asked, None, _integers(asked.source), asked.target_prefix, call)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, reading: Reading = AS_IT_IS) -> list[int]:
         """The ids of a source text.
 
         Raises:
@@ -174,7 +209,7 @@ class SourceReader:
         """
         tokenizer = self.tokenizer
         _check_text(text)
-        return tokenizer.encode_source(text)
+        return tokenizer.encode_source(text, reading)
 
     def cut(self, ids: list[int], long_source: LongSource) -> list[int]:
         """Ids without those that are too many, if they are to be cut; the end token is kept."""
@@ -206,14 +241,39 @@ class SourceReader:
             raise RequestError(f"{quote(target)} has tokens that the model's targets do not have")
         return ids
 
+    def target_token(self, token: str, name: str) -> int:
+        """The id of a token of targets, or of a language's.
+
+        Raises:
+            RequestError: there is none; the languages nearest to it are told.
+        """
+        found = self.tokenizer.target_id(token)
+        if found is not None:
+            return found
+        start = self.tokenizer.begin_target(token)
+        if (found := start.start if start.forced is None else start.forced) is None:
+            raise RequestError(f"{name} {token!r} is no token of targets")
+        return found
+
     def _source(
-        self, asked: TextRequest | Request, text: str | None, ids: list[int], prefix: Sequence[int] | None, call: Call
+        self,
+        asked: TextRequest | Request,
+        text: str | None,
+        ids: list[int],
+        prefix: Sequence[int] | None,
+        call: Call,
+        reading: Reading = AS_IT_IS,
     ) -> Source:
-        own: dict[str, Any] = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name != "text"}
+        own: dict[str, Any] = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name not in OF_TEXTS}
+        if reading.target_language is not None:
+            begin = self.tokenizer.begin_target(reading.target_language)
+            own |= {"forced_bos": begin.forced, "start_token": begin.start}
         if own["deadline"] is None:
             own["deadline"] = call.deadline
         if asked.admitted is None:
             own["admitted"] = call.admitted
+        if call.ends_at is not None:
+            own["ends_at"] = call.ends_at
         if call.cancelled is not None:
             own["cancelled"] = Either(asked.cancelled, call.cancelled) if asked.cancelled else call.cancelled
         fitting = self.cut(ids, call.long_source)

@@ -140,7 +140,10 @@ class Runner:
         pieces = self.pieces()
         for item in stream(self._model_for(options), source.request, options, self._special, checked=True):
             if isinstance(item, Result):
-                return self.generation(source, item, options)
+                answer = self.generation(source, item, options)
+                if source.text is not None:
+                    yield from pieces.rest(answer.text)
+                return answer
             if source.text is None or self._tokenizer is None:
                 yield item
                 continue
@@ -187,14 +190,14 @@ class Runner:
         if not places:
             return self._tokenizer.decode_target(ids)
         assert hypothesis.attention is not None
-        words = self._tokenizer.split_source(text)[: len(source.ids)]
+        words = self._tokenizer.split_source(text, source.reading)[: len(source.ids)]
         # The end token has no word, however much attention it gets.
         best = np.argmax(hypothesis.attention[places, : len(words)], axis=1).tolist()
         return self._tokenizer.decode_target(ids, {p: words[word] for p, word in zip(places, best, strict=True)})
 
 
 class Pieces:
-    """Makes pieces of a target's tokens, as these settle.
+    """Makes pieces of a target's tokens, as these settle; a piece is there once its text can no longer change.
 
     Args:
         tokenizer: the bundle's.
@@ -204,16 +207,29 @@ class Pieces:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._told = ""
+        self._held: SettledToken | None = None  # the last token, while what it adds may still change
 
     def add(self, tokens: list[SettledToken]) -> list[Piece]:
         """The pieces that some more tokens make."""
         pieces = []
         for token in tokens:
             self._ids.append(token.token)
-            text = self._tokenizer.decode_target(self._ids)
-            pieces.append(Piece(token.token, token.log_prob, text[len(self._told) :]))
-            self._told = text
+            stands = max(self._told, self._tokenizer.settled_target(self._ids), key=len)
+            whole, more = stands == self._tokenizer.decode_target(self._ids), stands[len(self._told) :]
+            held = self._held
+            if held is not None:
+                pieces.append(Piece(held.token, held.log_prob, "" if whole else more))
+            if whole:
+                pieces.append(Piece(token.token, token.log_prob, more))
+            if whole or held is not None:
+                self._told = stands
+            self._held = None if whole else token
         return pieces
+
+    def rest(self, text: str) -> list[Piece]:
+        """What is left to be told of the answer's text once that is there."""
+        held, self._held = self._held, None
+        return [] if held is None else [Piece(held.token, held.log_prob, text[len(self._told) :])]
 
 
 def _windows(items: Iterable[ItemT], read: Read[ItemT], call: Call, size: int) -> Iterator[Window]:

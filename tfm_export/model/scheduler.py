@@ -88,13 +88,16 @@ class Task:
         """Why it is to end before it has begun."""
         if self.request.cancelled is not None and self.request.cancelled.is_set():
             return Reason.CANCELLED
+        if self.request.ends_at is not None and self.request.ends_at <= now():
+            return Reason.BUDGET
         return Reason.DEADLINE if self.ends <= now() else None
 
     @property
     def ends(self) -> float:
-        """When its deadline is over."""
+        """When its deadline, or the budget of its call, is over."""
         r = self.request
-        return math.inf if r.deadline is None or r.admitted is None else r.admitted + r.deadline
+        deadline = math.inf if r.deadline is None or r.admitted is None else r.admitted + r.deadline
+        return deadline if r.ends_at is None else min(deadline, r.ends_at)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -333,7 +336,7 @@ class Scheduler:
             while self._deadlines and self._deadlines[0][0] <= now():
                 task = heapq.heappop(self._deadlines)[2]
                 if self._take_out(task):
-                    over.append((task, Reason.DEADLINE))
+                    over.append((task, task.given_up() or Reason.DEADLINE))
             if self._cancellable and now() - self._looked >= LOOK_SECONDS:
                 self._looked = now()
                 given_up = [task for task in self._cancellable if task.given_up() is Reason.CANCELLED]

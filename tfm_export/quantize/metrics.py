@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tfm_export.errors import RequestError
 from tfm_export.extras import require
+from tfm_export.text_files import read_text, split_lines
 
 References = Sequence[Sequence[str]]
 
@@ -59,13 +60,12 @@ def read_development(path: str | Path, *, limit: int | None = None) -> Developme
     references: dict[str, list[str]] = {}
     problems = []
     try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                source, *targets = line.rstrip("\n").split("\t")
-                if len(targets) != 1:
-                    problems.append(f"{path}, line {number}: expected source<TAB>reference, found {len(targets)} tabs")
-                elif limit is None or source in references or len(references) < limit:
-                    references.setdefault(source, []).append(targets[0])
+        for number, line in enumerate(split_lines(read_text(path)), 1):
+            source, *targets = line.split("\t")
+            if len(targets) != 1:
+                problems.append(f"{path}, line {number}: expected source<TAB>reference, found {len(targets)} tabs")
+            elif limit is None or source in references or len(references) < limit:
+                references.setdefault(source, []).append(targets[0])
     except UnicodeDecodeError as problem:
         raise RequestError(f"{path} is not text in UTF-8: {problem}", "save it in UTF-8") from None
     except OSError as problem:

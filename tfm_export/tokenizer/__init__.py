@@ -14,6 +14,7 @@ from tfm_export.bundle import TOKENIZER, Bundle
 from tfm_export.errors import BundleError
 from tfm_export.json_text import parse_json
 from tfm_export.quotation import quote
+from tfm_export.tokenizer.languages import AS_IT_IS, Reading, TargetStart
 
 KINDS = {kind: f"tfm_export.tokenizer.{kind}" for kind in ("vocabulary", "pieces", "huggingface")}
 FILE = f"{TOKENIZER}/tokenizer.json"
@@ -22,16 +23,29 @@ FILE = f"{TOKENIZER}/tokenizer.json"
 class Tokenizer(Protocol):
     """What a model needs of a tokenizer. Safe to use from several threads."""
 
-    def encode_source(self, text: str) -> list[int]:
+    def encode_source(self, text: str, reading: Reading = AS_IT_IS) -> list[int]:
         """The ids of a source text, exactly what the encoder gets: the end token is appended where the model wants it.
 
         Raises:
-            RequestError: the text is empty, or has tokens that the model does not know and cannot stand for.
+            RequestError: the text is empty, or has tokens that the model does not know and cannot stand for; or a
+                language is not one of the model's.
         """
         ...
 
-    def split_source(self, text: str) -> list[str]:
+    def split_source(self, text: str, reading: Reading = AS_IT_IS) -> list[str]:
         """The tokens of a source text as they stand in it, known or not: one for each id but the end token's."""
+        ...
+
+    def begin_target(self, language: str) -> TargetStart:
+        """What tells the decoder to write in a language.
+
+        Raises:
+            RequestError: it is not one of the model's.
+        """
+        ...
+
+    def target_id(self, token: str) -> int | None:
+        """The id of a token of targets, special ones included; None if there is no such token."""
         ...
 
     def encode_target(self, text: str) -> list[int]:
@@ -48,6 +62,14 @@ class Tokenizer(Protocol):
         Args:
             ids: of the target.
             replacements: what to write instead of the tokens at these places.
+
+        Raises:
+            RequestError: an id that is not in the vocabulary.
+        """
+        ...
+
+    def settled_target(self, ids: Sequence[int]) -> str:
+        """The beginning of the text of a target that stands, whatever ids follow.
 
         Raises:
             RequestError: an id that is not in the vocabulary.

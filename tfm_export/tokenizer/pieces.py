@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,20 +13,27 @@ from tfm_export.bundle import TOKENIZER, Bundle
 from tfm_export.errors import BundleError
 from tfm_export.extras import require
 from tfm_export.quotation import quote
+from tfm_export.text_files import decode_text
+from tfm_export.tokenizer.settled import settled_bytes
 from tfm_export.tokenizer.vocabulary import Side, VocabularyTokenizer
 
+SPACE = "\u2581"  # what SentencePiece has in the place of a space
 LANGUAGE = re.compile(r">>[^<>\s]+<<")
 
 
 class Splitter(Protocol):
     """How texts become pieces, and pieces texts."""
 
-    def split(self, text: str) -> list[str]:
-        """The pieces of a text."""
+    def split(self, text: str, *, as_text: bool = False) -> list[str]:
+        """The pieces of a text; as_text: what spells a language's code is none."""
         ...
 
     def join(self, pieces: Sequence[str]) -> str:
         """The text of pieces."""
+        ...
+
+    def settled(self, pieces: Sequence[str]) -> str:
+        """The beginning of their text that stands, whatever pieces follow."""
         ...
 
 
@@ -43,17 +50,59 @@ class SentencePieces:
 
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self._language_codes = language_codes
+        self._rewrites = rewrites_targets(model)
 
-    def split(self, text: str) -> list[str]:
+    def split(self, text: str, *, as_text: bool = False) -> list[str]:
         """The pieces of a text."""
-        code = LANGUAGE.match(text) if self._language_codes else None
+        code = LANGUAGE.match(text) if self._language_codes and not as_text else None
         rest = text[code.end() :] if code else text
         return [*([code[0]] if code else []), *self._processor.encode(rest, out_type=str)]
 
     def join(self, pieces: Sequence[str]) -> str:
         """The text of pieces."""
         text: str = self._processor.decode(list(pieces))
-        return text.strip()
+        # A piece of the other side's vocabulary that this model does not have comes back as it is.
+        return text.replace(SPACE, " ").strip()
+
+    def settled(self, pieces: Sequence[str]) -> str:
+        """The text of pieces, but for bytes at the end that are no character yet."""
+        return "" if self._rewrites else settled_bytes(self.join(pieces))
+
+
+def rewrites_targets(model: bytes) -> bool:
+    """Whether a SentencePiece model has rules that rewrite the text of pieces, which may change all of it.
+
+    Args:
+        model: a message of Protocol Buffers; the rules are in its field 5, and there in field 2 or 5.
+    """
+    return any(
+        number == 5 and any(inner in (2, 5) and content for inner, content in _fields(rules))
+        for number, rules in _fields(model)
+    )
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """The fields of a message that have a length, by their numbers: texts, bytes, messages."""
+    place = 0
+
+    def number() -> int:
+        nonlocal place
+        value = shift = 0
+        while True:
+            byte = message[place]
+            place, value, shift = place + 1, value | (byte & 127) << shift, shift + 7
+            if byte < 128:
+                return value
+
+    while place < len(message):
+        field, wire = divmod(number(), 8)
+        if wire == 0:
+            number()
+            continue
+        size = {1: 8, 5: 4}.get(wire) or number()
+        if wire == 2:
+            yield field, message[place : place + size]
+        place += size
 
 
 class BytePairs:
@@ -66,13 +115,13 @@ class BytePairs:
     def __init__(self, codes: bytes) -> None:
         from subword_nmt.apply_bpe import BPE
 
-        text = codes.decode()
+        text = decode_text(codes)
         for number, line in enumerate(text.split("\n"), 1):  # the library would end the process
             if line and not line.startswith("#version:") and len(line.strip("\r ").split(" ")) != 2:
                 raise ValueError(f"line {number} must be two units, separated by a space, found {quote(line)}")
         self._codes = BPE(io.StringIO(text))
 
-    def split(self, text: str) -> list[str]:
+    def split(self, text: str, *, as_text: bool = False) -> list[str]:  # noqa: ARG002 (there are no codes)
         """The pieces of a text."""
         pieces: list[str] = self._codes.process_line(text).split()
         return pieces
@@ -81,6 +130,10 @@ class BytePairs:
         """The text of pieces."""
         return (" ".join(pieces) + " ").replace("@@ ", "").removesuffix(" ")
 
+    def settled(self, pieces: Sequence[str]) -> str:
+        """The same: every piece stands for itself."""
+        return self.join(pieces)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PieceSide(Side):
@@ -88,17 +141,21 @@ class PieceSide(Side):
 
     splitter: Splitter
 
-    def tokenize(self, text: str) -> list[str]:
+    def tokenize(self, text: str, *, as_text: bool = False) -> list[str]:
         """The pieces of a text."""
-        return self.splitter.split(text)
+        return self.splitter.split(text, as_text=as_text)
 
-    def pieces(self, text: str) -> list[str]:
+    def pieces(self, text: str, *, as_text: bool = False) -> list[str]:
         """The same: pieces stand for themselves."""
-        return self.splitter.split(text)
+        return self.splitter.split(text, as_text=as_text)
 
     def join(self, tokens: Sequence[str]) -> str:
         """The text of tokens."""
         return self.splitter.join(tokens)
+
+    def settled(self, tokens: Sequence[str]) -> str:
+        """The beginning of their text that stands, whatever tokens follow."""
+        return self.splitter.settled(tokens)
 
 
 def load(state: dict[str, Any], bundle: Bundle) -> VocabularyTokenizer:

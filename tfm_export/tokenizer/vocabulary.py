@@ -10,6 +10,7 @@ from typing import Any
 from tfm_export.bundle import Bundle, SpecialIds
 from tfm_export.errors import BundleError, RequestError
 from tfm_export.quotation import quote
+from tfm_export.tokenizer.languages import AS_IT_IS, Languages, Reading, TargetStart
 
 SPLITS = ("characters", "words")
 
@@ -28,13 +29,13 @@ class Side:
     split: str
     lowercase: bool
 
-    def tokenize(self, text: str) -> list[str]:
-        """The tokens of a text, whether or not they are known."""
+    def tokenize(self, text: str, *, as_text: bool = False) -> list[str]:  # noqa: ARG002 (for sides that have codes)
+        """The tokens of a text, whether or not they are known; as_text: what spells a language's code is none."""
         if self.lowercase:
             text = text.lower()
         return list(text.strip()) if self.split == "characters" else text.split()
 
-    def pieces(self, text: str) -> list[str]:
+    def pieces(self, text: str, *, as_text: bool = False) -> list[str]:  # noqa: ARG002
         """What each token of a text is in the text itself, in its own case."""
         if self.split == "words":
             return text.split()
@@ -43,6 +44,10 @@ class Side:
     def join(self, tokens: Sequence[str]) -> str:
         """The text of tokens."""
         return ("" if self.split == "characters" else " ").join(tokens)
+
+    def settled(self, tokens: Sequence[str]) -> str:
+        """The beginning of their text that stands, whatever tokens follow."""
+        return self.join(tokens)
 
     def names(self, ids: Sequence[int]) -> list[str]:
         """The tokens of ids.
@@ -72,17 +77,51 @@ class VocabularyTokenizer:
         self._source_ids, self._target_ids = (
             {token: i for i, token in enumerate(side.tokens) if i not in reserved} for side in (source, target)
         )
+        self._source_languages, self._target_languages = (
+            Languages(ids.items()) for ids in (self._source_ids, self._target_ids)
+        )
 
-    def encode_source(self, text: str) -> list[int]:
+    def encode_source(self, text: str, reading: Reading = AS_IT_IS) -> list[int]:
         """The ids of a source text, with the end token where the model wants it; see `Tokenizer.encode_source`."""
-        if not (ids := self._encode(text, self._source, self._source_ids)):
+        as_text = _spells_no_language(reading)
+        known = self._source_ids
+        if as_text:
+            known = {token: i for token, i in known.items() if token not in self._source_languages.tokens}
+        if not (ids := self._encode(text, self._source, known, as_text=as_text)):
             raise RequestError("the text is empty")
-        special = self._special
-        return [*[special.bos] * special.source_starts_with_bos, *ids, *[special.eos] * special.source_ends_with_eos]
+        special, (before, behind) = self._special, self._language_ids(reading)
+        starts, ends = [special.bos] * special.source_starts_with_bos, [special.eos] * special.source_ends_with_eos
+        return [*starts, *before, *ids, *ends, *behind]
 
-    def split_source(self, text: str) -> list[str]:
+    def split_source(self, text: str, reading: Reading = AS_IT_IS) -> list[str]:
         """The tokens of a source text as they stand in it; see `Tokenizer.split_source`."""
-        return [*[""] * self._special.source_starts_with_bos, *self._source.pieces(text)]
+        before = self._special.source_starts_with_bos + len(self._language_ids(reading)[0])
+        return [*[""] * before, *self._source.pieces(text, as_text=_spells_no_language(reading))]
+
+    def begin_target(self, language: str) -> TargetStart:
+        """What tells the decoder to write in a language; see `Tokenizer.begin_target`."""
+        if self._source_languages.in_sources:
+            self._source_languages.id_of(language, "target_language")
+            return TargetStart()
+        wanted = self._target_languages.id_of(language, "target_language")
+        return TargetStart(start=wanted) if self._target_languages.behind else TargetStart(forced=wanted)
+
+    def target_id(self, token: str) -> int | None:
+        """The id of a token; see `Tokenizer.target_id`."""
+        return self._target.tokens.index(token) if token in self._target.tokens else None
+
+    def _language_ids(self, reading: Reading) -> tuple[list[int], list[int]]:
+        """The tokens of languages before a source's own, and behind its end token."""
+        languages = self._source_languages
+        if languages.in_sources:
+            if reading.source_language is not None:
+                raise RequestError("source_language: the model's sources name the target's language alone")
+            target = reading.target_language
+            return ([] if target is None else [languages.id_of(target, "target_language")]), []
+        if reading.source_language is None:
+            return [], []
+        own = [languages.id_of(reading.source_language, "source_language")]
+        return ([], own) if languages.behind else (own, [])
 
     def encode_target(self, text: str) -> list[int]:
         """The ids of a target text, without start and end token; see `Tokenizer.encode_target`."""
@@ -90,16 +129,20 @@ class VocabularyTokenizer:
 
     def decode_target(self, ids: Sequence[int], replacements: Mapping[int, str] | None = None) -> str:
         """The text of a target; see `Tokenizer.decode_target`."""
-        left_out = (self._special.pad, self._special.bos, self._special.eos)
-        tokens = [
-            (replacements or {}).get(place, token)
-            for place, (i, token) in enumerate(zip(ids, self._target.names(ids), strict=True))
-            if i not in left_out
-        ]
-        return self._target.join(tokens)
+        return self._target.join(self._shown(ids, replacements or {}))
 
-    def _encode(self, text: str, side: Side, ids: Mapping[str, int]) -> list[int]:
-        tokens = side.tokenize(text)
+    def settled_target(self, ids: Sequence[int]) -> str:
+        """The text of a target that stands, whatever ids follow; see `Tokenizer.settled_target`."""
+        return self._target.settled(self._shown(ids, {}))
+
+    def _shown(self, ids: Sequence[int], replacements: Mapping[int, str]) -> list[str]:
+        """The tokens of a target that are part of its text, or what stands in their places."""
+        left_out = (self._special.pad, self._special.bos, self._special.eos)
+        names = enumerate(zip(ids, self._target.names(ids), strict=True))
+        return [replacements.get(place, token) for place, (i, token) in names if i not in left_out]
+
+    def _encode(self, text: str, side: Side, ids: Mapping[str, int], *, as_text: bool = False) -> list[int]:
+        tokens = side.tokenize(text, as_text=as_text)
         unknown = sorted({token for token in tokens if token not in ids})
         if unknown and self._special.unk is None:
             raise RequestError(
@@ -116,6 +159,11 @@ class VocabularyTokenizer:
     def target_tokens(self, ids: Sequence[int]) -> list[str]:
         """The token of each target id."""
         return self._target.names(ids)
+
+
+def _spells_no_language(reading: Reading) -> bool:
+    """Whether a code of a language at the beginning of a text is text: it is one of the caller's that counts."""
+    return reading.escape or reading.target_language is not None
 
 
 def _sample(tokens: Iterable[str], most: int = 40) -> str:

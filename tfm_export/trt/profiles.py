@@ -19,6 +19,7 @@ from tfm_export.engines import Shapes
 from tfm_export.errors import BuildError
 from tfm_export.graph import TensorSpec
 from tfm_export.passes.linears import add_initializer
+from tfm_export.text_files import read_text, split_lines
 
 Sizes = Mapping[str, int]
 POINTS = ("smallest", "usual", "largest")
@@ -134,7 +135,7 @@ def usual_source_length(bundle: Bundle, longest: int) -> int:
     path = bundle.path / GOLDEN
     if bundle.manifest.golden.get("synthetic", True) or not path.is_file():
         return _half(longest)
-    lengths = sorted(len(json.loads(line)["source_ids"]) for line in path.read_text(encoding="utf-8").splitlines())
+    lengths = sorted(len(json.loads(line)["source_ids"]) for line in split_lines(read_text(path)))
     return min(max(lengths[len(lengths) // 2], 1), longest)
 
 

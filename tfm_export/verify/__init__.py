@@ -22,6 +22,7 @@ from tfm_export.progress import Progress
 from tfm_export.runtime.backends import survey
 from tfm_export.runtime.cpu.saturation import generate_graph_problem
 from tfm_export.runtime.step_model import StepModel
+from tfm_export.text_files import read_text
 from tfm_export.tokenizer import load_tokenizer
 from tfm_export.verify.cpu import CPU, TWIN, cpu_model
 from tfm_export.verify.expectations import (
@@ -287,7 +288,7 @@ def write_reports(bundle: Bundle, reports: Sequence[ParityReport], *, name: str 
 
 def _with_last_graph(report: ParityReport, path: Path) -> ParityReport:
     try:
-        last = json.loads(path.read_text(encoding="utf-8"))
+        last = json.loads(read_text(path))
         kind = (report.variant, report.backend)
         entry = next(entry for entry in last["variants"] if (entry["variant"], entry["backend"]) == kind)
         names = [f.name for f in fields(TensorComparison)]

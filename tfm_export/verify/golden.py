@@ -21,6 +21,7 @@ from tfm_export.precision import Precision
 from tfm_export.progress import Progress
 from tfm_export.quotation import shorten
 from tfm_export.runtime.step_model import Ids, Mask, Sentences, StepModel, WrappedModel
+from tfm_export.text_files import read_text, split_lines
 from tfm_export.verify.report import Divergence, GenerationComparison
 
 BATCH = 32
@@ -74,14 +75,13 @@ def read_golden(bundle: Bundle, name: str) -> list[Golden]:
         BundleError: a line is not a golden input.
     """
     golden = []
-    with open(bundle.path / name, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                golden.append(_golden(parse_json(line)))
-            except (ValueError, TypeError, KeyError, AttributeError) as problem:
-                raise BundleError(
-                    f"{name}, line {number} is not a golden input: {shorten(str(problem), 400)}", "export again"
-                ) from None
+    for number, line in enumerate(split_lines(read_text(bundle.path / name)), 1):
+        try:
+            golden.append(_golden(parse_json(line)))
+        except (ValueError, TypeError, KeyError, AttributeError) as problem:
+            raise BundleError(
+                f"{name}, line {number} is not a golden input: {shorten(str(problem), 400)}", "export again"
+            ) from None
     return golden
 
 
