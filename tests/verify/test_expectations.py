@@ -16,6 +16,7 @@ from tests.checkpoints.test_huggingface import LONGEST
 from tests.checkpoints.test_huggingface import build as build_huggingface
 from tests.decoding.fake_model import SPECIAL, FakeModel, random_table
 from tests.oracles.own_model import RIGHT, TARGET, WORDS, own_json, own_lines, own_model, save_own
+from tfm_export.bundle import Limits
 from tfm_export.checkpoints import read_checkpoint
 from tfm_export.checkpoints.answers import how_to_answer
 from tfm_export.errors import ParityError, RequestError
@@ -201,6 +202,19 @@ def test_the_other_weights_of_a_file_are_tried(tmp_path: Path) -> None:
     torch.save({"model": noise, "ema": state}, tmp_path / "own.pt")
     assert refused_hint(tmp_path / "own.pt", RIGHT) == "--weights ema"
     assert refused_hint(tmp_path / "own.pt", {**RIGHT, "weights": "model"}) == "--weights ema"
+
+
+def test_no_candidate_is_asked_for_more_than_its_tables_hold(tmp_path: Path) -> None:
+    """Tables of positions of two lengths, whose roles the search exchanges, under the limits of an export."""
+    state = own_model().state_dict()
+    table = state.pop("pos_emb.weight")
+    torch.save({**state, "one.weight": table[:10], "two.weight": table}, tmp_path / "own.pt")
+    keys = {"one.weight": "source_positions", "two.weight": "target_positions"}
+    source = read_checkpoint(tmp_path / "own.pt", {**RIGHT, "keys": keys, "heads": 2})
+    limits = Limits(max_source_length=10, max_target_length=20)
+    with pytest.raises(ParityError) as caught:
+        check_source(source, parse_expectations(lines(), "pairs"), limits=limits, progress=lambda _: None)
+    assert caught.value.hint == "--heads 6"
 
 
 def test_exchanged_tables_are_found(tmp_path: Path) -> None:

@@ -136,7 +136,15 @@ class Readings:
 
     def _torch(self, model: Any) -> StepModel:
         assert isinstance(model, Transformer), "an adapter decodes by its graphs"
-        return TorchModel(model, limits=self._limits)
+        whole, limits = TorchModel(model), self._limits
+        if limits is None:
+            return whole
+        # Tables of positions with their roles exchanged may be shorter than what is promised.
+        whole.limits = Limits(
+            max_source_length=min(limits.max_source_length, whole.limits.max_source_length),
+            max_target_length=min(limits.max_target_length, whole.limits.max_target_length),
+        )
+        return whole
 
     def _read(self, source: SourceModel, special: SpecialIds, model: StepModel) -> ReadModel:
         key = (id(source), special)
