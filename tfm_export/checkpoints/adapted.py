@@ -15,7 +15,7 @@ from tfm_export.checkpoints.files import read_contents
 from tfm_export.checkpoints.partial import DECODING, SPECIAL_IDS, value_problems
 from tfm_export.checkpoints.settings import SETTINGS, check_settings, how_to_say
 from tfm_export.checkpoints.source_model import SourceModel
-from tfm_export.checkpoints.vocabularies import given_vocabulary
+from tfm_export.checkpoints.vocabularies import assumed_splits, given_vocabulary
 from tfm_export.checkpoints.wrapping import find_weights
 from tfm_export.errors import CheckpointError
 
@@ -70,6 +70,7 @@ def read_adapter(path: str | Path, factory: Factory, settings: Mapping[str, Any]
         )
     if not adapter.has_decode:
         notes.append("the adapter has no decode of its own: the graphs were held to its decode_step in PyTorch")
+    notes += assumed_splits(given)
     config: Any = adapter.config
     return SourceModel(
         path=path,

@@ -16,7 +16,7 @@ from tfm_export.checkpoints.adapter import AdapterConfig
 from tfm_export.checkpoints.key_map import KeyMap, refuse
 from tfm_export.checkpoints.settings import SETTINGS, how_to_say
 from tfm_export.checkpoints.source_model import SourceModel
-from tfm_export.checkpoints.vocabularies import folder_tokenizer, given_vocabulary
+from tfm_export.checkpoints.vocabularies import assumed_splits, folder_tokenizer, given_vocabulary
 from tfm_export.decoding import DecodeOptions
 from tfm_export.errors import RequestError
 
@@ -173,7 +173,7 @@ class PartialCheckpoint:
             tokenizer=tokenizer,
             settings=dict(self.settings),
             training=self.training,
-            notes=[*self.notes, *self.keys.notes()],
+            notes=[*self.notes, *self.keys.notes(), *assumed_splits(self.settings)],
         )
 
     def question(self, name: str) -> str:

@@ -10,10 +10,12 @@ from typing import Any
 
 from reference_model import TransformerConfig, Vocabulary
 from tfm_export.checkpoints.files import read_json
+from tfm_export.checkpoints.language_codes import LANGUAGE_CODES
 from tfm_export.errors import CheckpointError
 from tfm_export.text_files import MARK, decode_text, read_text
 
 SIDES = ("source", "target")
+M2M_100 = "sentencepiece.bpe.model"  # the name of its file
 MOST_UNNAMED = 128  # rows without a token: tables are padded to a multiple of 8 or so
 FAIRSEQ_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")  # of every fairseq dictionary, and not in its file
 
@@ -28,7 +30,11 @@ def vocabulary_files(sides: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]
 
 
 def piece_files(
-    models: Mapping[str, bytes], tokens: Mapping[str, Sequence[str]], *, language_codes: bool = False
+    models: Mapping[str, bytes],
+    tokens: Mapping[str, Sequence[str]],
+    *,
+    language_codes: bool = False,
+    source_language: str | None = None,
 ) -> dict[str, bytes]:
     """The tokenizer folder of subword models and the lists of their pieces.
 
@@ -36,6 +42,7 @@ def piece_files(
         models: of each side, the file of SentencePiece or subword-nmt.
         tokens: of each side, in the order of ids.
         language_codes: a source may begin with the language to translate to, such as ">>fra<<", which is one token.
+        source_language: the language that a source is in where nobody says; None if sources need none.
     """
     names = {side: f"{side}.{'bpe' if _are_codes(model) else 'spm'}" for side, model in models.items()}
     if models["source"] == models["target"]:
@@ -49,6 +56,8 @@ def piece_files(
         for side in SIDES
     }
     state = {"kind": "pieces", "language_codes": language_codes, **sides}
+    if source_language is not None:
+        state["source_language"] = source_language
     return {"tokenizer.json": _json(state), **{names[side]: models[side] for side in SIDES}}
 
 
@@ -68,11 +77,29 @@ def folder_tokenizer(files: Mapping[str, Path], config: TransformerConfig) -> tu
         tokens = {side: _by_id(files[name], _size(config, side)) for side, name in names.items()}
         models = {side: files[f"{side}.spm"].read_bytes() for side in SIDES}
         return piece_files(models, tokens, language_codes=True), []
+    if {M2M_100, "vocab.json"} <= files.keys():
+        return _m2m_100(files, config), []
     said = (
         "the folder has no tokenizer.json, nor source.spm, target.spm and vocab.json: the bundle takes ids, not texts; "
         "AutoTokenizer.from_pretrained(...).save_pretrained(...) of a fast tokenizer writes tokenizer.json"
     )
     return {}, [said]
+
+
+def _m2m_100(files: Mapping[str, Path], config: TransformerConfig) -> dict[str, bytes]:
+    """The tokenizer folder of M2M-100: languages are behind the tokens of vocab.json, and sources begin with one."""
+    settings = read_json(files["tokenizer_config.json"]) if "tokenizer_config.json" in files else {}
+    codes = LANGUAGE_CODES.get(settings.get("language_codes", "m2m100"))
+    if codes is None:
+        raise CheckpointError(
+            f"{files['tokenizer_config.json']} has language_codes {settings['language_codes']!r}; known are "
+            f"{', '.join(LANGUAGE_CODES)}"
+        )
+    ids = read_json(files["vocab.json"])
+    ids |= {f"__{code}__": len(ids) + i for i, code in enumerate(codes)}
+    tokens = _named(ids, min(_size(config, side) for side in SIDES), files["vocab.json"])
+    models = dict.fromkeys(SIDES, files[M2M_100].read_bytes())
+    return piece_files(models, dict.fromkeys(SIDES, tokens), source_language=settings.get("src_lang") or "en")
 
 
 def _own_tokenizer(path: Path, config: TransformerConfig) -> dict[str, bytes]:
@@ -126,6 +153,18 @@ def given_vocabulary(
     )
 
 
+def assumed_splits(settings: Mapping[str, Any]) -> list[str]:
+    """What is to be told of lists of tokens of which nobody said how texts become tokens."""
+    if settings.get("source_subwords") or settings.get("target_subwords"):
+        return []
+    return [
+        f"{side}_split was not given: tokens of {side}s are taken for words, separated by spaces; say "
+        f'"{side}_split": "characters" in --config FILE if they are letters'
+        for side in SIDES
+        if f"{side}_split" not in settings and (f"{side}_tokens" in settings or f"{side}_dictionary" in settings)
+    ]
+
+
 def _size(config: TransformerConfig, side: str) -> int:
     return config.source_vocabulary_size if side == "source" else config.target_vocabulary_size
 
@@ -160,7 +199,11 @@ def _filled(tokens: Sequence[str], size: int) -> list[str]:
 
 
 def _by_id(path: Path, size: int) -> list[str]:
-    ids = read_json(path)
+    return _named(read_json(path), size, path)
+
+
+def _named(ids: Mapping[str, Any], size: int, path: Path) -> list[str]:
+    """The token of every id, with a made-up name for those that have none."""
     names = {i: token for token, i in ids.items() if isinstance(i, int)}
     if len(names) != len(ids) or any(not 0 <= i < size for i in names):
         raise CheckpointError(f"{path} must give every token an id of its own from 0 to {size - 1}", "copy it again")
