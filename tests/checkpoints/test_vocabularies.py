@@ -15,7 +15,7 @@ from reference_model import TransformerConfig
 from tests.oracles.layouts import Tutorial
 from tests.tokenizer.test_huggingface import unigram
 from tfm_export.checkpoints import read_checkpoint
-from tfm_export.checkpoints.vocabularies import DICTIONARIES, folder_tokenizer
+from tfm_export.checkpoints.vocabularies import DICTIONARIES, assumed_splits, folder_tokenizer
 from tfm_export.errors import CheckpointError
 from tfm_export.export import export_bundle
 from tfm_export.model import load
@@ -54,6 +54,16 @@ def test_a_pair_of_sentencepiece_models_comes_along(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text(json.dumps({"a": 130}))
     with pytest.raises(CheckpointError, match="an id of its own from 0 to 129"):
         folder_tokenizer(paths, CONFIG)
+
+
+def test_how_texts_become_tokens_is_told_where_nobody_said_it() -> None:
+    lists = {"source_tokens": ["a"], "target_dictionary": "dict.txt"}
+    told = assumed_splits(lists)
+    assert [note.split(":")[0] for note in told] == ["source_split was not given", "target_split was not given"]
+    assert "tokens of targets are taken for words" in told[1]
+    assert len(assumed_splits({**lists, "source_split": "characters"})) == 1
+    assert assumed_splits({**lists, "source_subwords": "a", "target_subwords": "b"}) == []
+    assert assumed_splits({}) == []
 
 
 def test_a_folder_without_a_tokenizer_is_told() -> None:

@@ -11,11 +11,12 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
+from reference_model import TransformerConfig
 from tests.skips import import_or_skip
 from tests.tokenizer.nasty import NASTY
 from tests.tokenizer.test_huggingface import KINDS, SPECIAL, TEXTS, UNKNOWN, bundle_of
-from tfm_export.checkpoints.vocabularies import piece_files, vocabulary_files
-from tfm_export.errors import RequestError
+from tfm_export.checkpoints.vocabularies import M2M_100, folder_tokenizer, piece_files, vocabulary_files
+from tfm_export.errors import CheckpointError, RequestError
 from tfm_export.tokenizer import Tokenizer, load_tokenizer
 from tfm_export.tokenizer.languages import AS_IT_IS, Languages, Reading, TargetStart
 
@@ -119,6 +120,7 @@ def test_languages_of_fairseqs_lists(tmp_path: Path) -> None:
     assert ours.encode_source("a", Reading(source_language="fr")) == [6, 4, 1]
     assert ours.split_source("a", Reading(source_language="fr")) == ["", "a"]
     assert ours.begin_target("fr") == TargetStart(forced=5)
+    assert ours.decode_target([5, 4, 4]) == ours.settled_target([5, 4, 4]) == "b b"
     assert ours.encode_source("__en__ a") == [5, 4, 1]
     assert ours.encode_source("__en__ a", Reading(escape=True)) == [2, 4, 1]
     (tmp_path / "mbart").mkdir()
@@ -181,3 +183,43 @@ def test_special_tokens_that_a_text_spells(tmp_path: Path, kind: str) -> None:
     assert len(ours.split_source("a </s>", Reading(escape=True))) == len(
         ours.encode_source("a </s>", Reading(escape=True))
     ) - (json.loads(theirs.to_str())["post_processor"]["single"][-1].get("SpecialToken", {}).get("id") == "</s>")
+
+
+def test_a_folder_of_m2m_100(tmp_path: Path, spm: bytes) -> None:
+    """Its tokenizer has no tokenizer.json: languages are behind the tokens of vocab.json."""
+    import sentencepiece
+    import transformers
+
+    processor = sentencepiece.SentencePieceProcessor(model_proto=spm)
+    pieces = [processor.id_to_piece(i) for i in range(3, processor.get_piece_size())]
+    vocabulary = {token: i for i, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", *pieces])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "spm.model").write_bytes(spm)
+    folder = tmp_path / "saved"
+    theirs = transformers.M2M100Tokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "spm.model"), src_lang="de")
+    theirs.save_pretrained(str(folder))
+    paths = {path.name: path for path in folder.iterdir()}
+    assert M2M_100 in paths
+    assert "tokenizer.json" not in paths
+    size = len(vocabulary) + 108
+    config = TransformerConfig(source_vocabulary_size=size, target_vocabulary_size=size, d_model=4, heads=1)
+    files, said = folder_tokenizer(paths, config)
+    assert said == []
+    (tmp_path / "bundle").mkdir()
+    ours = loaded(tmp_path / "bundle", files, size=size, pad=1, bos=2, eos=2, unk=3)
+    assert ours.encode_source("hello world") == theirs("hello world").input_ids
+    for language in ("fr", "zh", "af", "zu"):
+        theirs.src_lang = language
+        assert ours.encode_source("hello", Reading(source_language=language)) == theirs("hello").input_ids
+        assert ours.begin_target(language) == TargetStart(forced=theirs.get_lang_id(language))
+    target = [2, theirs.get_lang_id("fr"), *theirs("hello").input_ids[1:]]
+    assert ours.decode_target(target) == theirs.decode(target[2:], skip_special_tokens=True) == "hello"
+    with pytest.raises(RequestError, match="'fra' is none of the model's 100 languages"):
+        ours.begin_target("fra")
+    del paths["tokenizer_config.json"]
+    (tmp_path / "plain").mkdir()
+    ours, theirs.src_lang = loaded(tmp_path / "plain", folder_tokenizer(paths, config)[0], size, eos=2, unk=3), "en"
+    assert ours.encode_source("hello") == theirs("hello").input_ids
+    (folder / "tokenizer_config.json").write_text('{"language_codes": "other"}')
+    with pytest.raises(CheckpointError, match="language_codes 'other'; known are m2m100, wmt21"):
+        folder_tokenizer({**paths, "tokenizer_config.json": folder / "tokenizer_config.json"}, config)

@@ -17,7 +17,7 @@ from tfm_export.checkpoints.partial import DECODING, GIVEN, Fact, value_problems
 from tfm_export.checkpoints.settings import SETTINGS, check_settings, how_to_say
 from tfm_export.checkpoints.source_model import SourceModel
 from tfm_export.checkpoints.special_ids import ROLES, SPECIAL_IDS, make_special_ids, told_sources, told_target
-from tfm_export.checkpoints.vocabularies import given_tokens, given_vocabulary
+from tfm_export.checkpoints.vocabularies import assumed_splits, given_tokens, given_vocabulary
 from tfm_export.checkpoints.wrapping import find_weights
 from tfm_export.errors import CheckpointError
 
@@ -74,6 +74,7 @@ def read_adapter(path: str | Path, factory: Factory, settings: Mapping[str, Any]
         )
     if not adapter.has_decode:
         notes.append("the adapter has no decode of its own: the graphs were held to its decode_step in PyTorch")
+    notes += assumed_splits(given)
     config: Any = adapter.config
     tokenizer, said = given_vocabulary(path, given, config, "lines")
     return SourceModel(

@@ -26,7 +26,13 @@ from tfm_export.checkpoints.special_ids import (
     told_sources,
     told_target,
 )
-from tfm_export.checkpoints.vocabularies import folder_tokenizer, given_tokens, given_vocabulary, tokens_by_id
+from tfm_export.checkpoints.vocabularies import (
+    assumed_splits,
+    folder_tokenizer,
+    given_tokens,
+    given_vocabulary,
+    tokens_by_id,
+)
 from tfm_export.decoding import DecodeOptions
 from tfm_export.errors import RequestError
 from tfm_export.quotation import quote
@@ -227,7 +233,7 @@ class PartialCheckpoint:
             tokenizer=tokenizer,
             settings=dict(self.settings),
             training=self.training,
-            notes=[*self.notes, *said, *self.keys.notes()],
+            notes=[*self.notes, *said, *self.keys.notes(), *assumed_splits(self.settings)],
             answers=self.answers(tokenizer),
         )
 

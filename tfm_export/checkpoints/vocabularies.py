@@ -10,8 +10,9 @@ from typing import Any
 
 from reference_model import TransformerConfig, Vocabulary
 from tfm_export.checkpoints.files import read_json
+from tfm_export.checkpoints.language_codes import LANGUAGE_CODES
 from tfm_export.errors import CheckpointError
-from tfm_export.quotation import shorten
+from tfm_export.quotation import quote, shorten
 from tfm_export.text_files import MARK, decode_text
 
 SIDES = ("source", "target")
@@ -20,6 +21,7 @@ MOST_SURPLUS = 8  # tokens of a tokenizer beyond the rows of the model, such as 
 MOST_IDS = 10_000_000  # of a dictionary that writes its ids
 # Of slow tokenizers: M2M-100's, PLBart's, mBART's; T5's and Pegasus's.
 SENTENCE_PIECES = ("sentencepiece.bpe.model", "spiece.model", "spm.model")
+M2M_100 = "sentencepiece.bpe.model"  # the name of its file
 FAIRSEQ_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")  # of every fairseq dictionary, and not in its file
 
 
@@ -33,7 +35,11 @@ def vocabulary_files(sides: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]
 
 
 def piece_files(
-    models: Mapping[str, bytes], tokens: Mapping[str, Sequence[str]], *, language_codes: bool = False
+    models: Mapping[str, bytes],
+    tokens: Mapping[str, Sequence[str]],
+    *,
+    language_codes: bool = False,
+    source_language: str | None = None,
 ) -> dict[str, bytes]:
     """The tokenizer folder of subword models and the lists of their pieces.
 
@@ -41,6 +47,7 @@ def piece_files(
         models: of each side, the file of SentencePiece or subword-nmt.
         tokens: of each side, in the order of ids.
         language_codes: a source may begin with the language to translate to, such as ">>fra<<", which is one token.
+        source_language: the language that a source is in where nobody says; None if sources need none.
     """
     names = {side: f"{side}.{'bpe' if _are_codes(model) else 'spm'}" for side, model in models.items()}
     if models["source"] == models["target"]:
@@ -54,6 +61,8 @@ def piece_files(
         for side in SIDES
     }
     state = {"kind": "pieces", "language_codes": language_codes, **sides}
+    if source_language is not None:
+        state["source_language"] = source_language
     return {"tokenizer.json": _json(state), **{names[side]: models[side] for side in SIDES}}
 
 
@@ -74,6 +83,8 @@ def folder_tokenizer(files: Mapping[str, Path], config: TransformerConfig) -> tu
         tokens = {side: _by_id(files[name], side, _size(config, side), said) for side, name in names.items()}
         models = {side: files[f"{side}.spm"].read_bytes() for side in SIDES}
         return piece_files(models, tokens, language_codes=True), [*dict.fromkeys(said)]
+    if {M2M_100, "vocab.json"} <= files.keys():
+        return _m2m_100(files, config, said), said
     if pieces := [name for name in SENTENCE_PIECES if name in files]:
         unread = (
             f"the folder has {pieces[0]} and no tokenizer.json: only the code of transformers says which id a piece "
@@ -86,6 +97,23 @@ def folder_tokenizer(files: Mapping[str, Path], config: TransformerConfig) -> tu
         "AutoTokenizer.from_pretrained(...).save_pretrained(...) of a fast tokenizer writes tokenizer.json"
     )
     return {}, [missing]
+
+
+def _m2m_100(files: Mapping[str, Path], config: TransformerConfig, said: list[str]) -> dict[str, bytes]:
+    """The tokenizer folder of M2M-100: languages are behind the tokens of vocab.json, and sources begin with one."""
+    settings = read_json(files["tokenizer_config.json"]) if "tokenizer_config.json" in files else {}
+    codes = LANGUAGE_CODES.get(settings.get("language_codes", "m2m100"))
+    if codes is None:
+        raise CheckpointError(
+            f"{files['tokenizer_config.json']} has language_codes {quote(settings['language_codes'])}; known are "
+            f"{', '.join(LANGUAGE_CODES)}"
+        )
+    ids = read_json(files["vocab.json"])
+    ids |= {f"__{code}__": len(ids) + i for i, code in enumerate(codes)}
+    size = min(_size(config, side) for side in SIDES)
+    tokens = _named(ids, "source and target", size, files["vocab.json"], said)
+    models = dict.fromkeys(SIDES, files[M2M_100].read_bytes())
+    return piece_files(models, dict.fromkeys(SIDES, tokens), source_language=settings.get("src_lang") or "en")
 
 
 def _own_tokenizer(path: Path, config: TransformerConfig) -> tuple[dict[str, bytes], list[str]]:
@@ -203,6 +231,18 @@ def tokens_by_id(files: Mapping[str, bytes]) -> dict[str, dict[int, str]]:
     return dict.fromkeys(SIDES, found)
 
 
+def assumed_splits(settings: Mapping[str, Any]) -> list[str]:
+    """What is to be told of lists of tokens of which nobody said how texts become tokens."""
+    if settings.get("source_subwords") or settings.get("target_subwords"):
+        return []
+    return [
+        f"{side}_split was not given: tokens of {side}s are taken for words, separated by spaces; say "
+        f'"{side}_split": "characters" in --config FILE if they are letters'
+        for side in SIDES
+        if f"{side}_split" not in settings and (f"{side}_tokens" in settings or f"{side}_dictionary" in settings)
+    ]
+
+
 def _size(config: TransformerConfig, side: str) -> int:
     return config.source_vocabulary_size if side == "source" else config.target_vocabulary_size
 
@@ -250,7 +290,11 @@ def _filled(tokens: Sequence[str], size: int) -> list[str]:
 
 
 def _by_id(path: Path, side: str, size: int, said: list[str]) -> list[str]:
-    ids = read_json(path)
+    return _named(read_json(path), side, size, path, said)
+
+
+def _named(ids: Mapping[str, Any], side: str, size: int, path: Path, said: list[str]) -> list[str]:
+    """The token of every id, with a made-up name for those that have none."""
     names = {i: token for token, i in ids.items() if type(i) is int}
     most = max(names, default=-1) + 1
     if len(names) != len(ids) or any(not 0 <= i < size for i in names):

@@ -185,7 +185,8 @@ def load(state: dict[str, Any], bundle: Bundle) -> VocabularyTokenizer:
         )
         for name in sizes
     )
-    return VocabularyTokenizer(source, target, bundle.manifest.special_ids)
+    language = state.get("source_language")
+    return VocabularyTokenizer(source, target, bundle.manifest.special_ids, source_language=language)
 
 
 def _problems(side: Any, size: int, bundle: Bundle) -> list[str]:

@@ -69,9 +69,11 @@ class VocabularyTokenizer:
         source: tokens of sources.
         target: tokens of targets.
         special: the ids that no text can name, whatever it spells.
+        source_language: the language that sources are in where nobody says; None if they need none.
     """
 
-    def __init__(self, source: Side, target: Side, special: SpecialIds) -> None:
+    def __init__(self, source: Side, target: Side, special: SpecialIds, *, source_language: str | None = None) -> None:
+        self._language = source_language
         self._source, self._target, self._special = source, target, special
         self._source_ids, self._target_ids = (
             {token: i for i, token in enumerate(side.tokens) if i not in {ids.pad, ids.bos, ids.eos}}
@@ -117,9 +119,10 @@ class VocabularyTokenizer:
                 raise RequestError("source_language: the model's sources name the target's language alone")
             target = reading.target_language
             return ([] if target is None else [languages.id_of(target, "target_language")]), []
-        if reading.source_language is None:
+        source = self._language if reading.source_language is None else reading.source_language
+        if source is None:
             return [], []
-        own = [languages.id_of(reading.source_language, "source_language")]
+        own = [languages.id_of(source, "source_language")]
         return ([], own) if languages.behind else (own, [])
 
     def encode_target(self, text: str) -> list[int]:
@@ -136,7 +139,8 @@ class VocabularyTokenizer:
 
     def _shown(self, ids: Sequence[int], replacements: Mapping[int, str]) -> list[str]:
         """The tokens of a target that are part of its text, or what stands in their places."""
-        left_out = (self._special.pad, self._special.bos, self._special.eos)
+        languages = self._target_languages.ids if not self._source_languages.in_sources else set()
+        left_out = {self._special.pad, self._special.bos, self._special.eos, *languages}
         names = enumerate(zip(ids, self._target.names(ids), strict=True))
         return [replacements.get(place, token) for place, (i, token) in names if i not in left_out]
 
