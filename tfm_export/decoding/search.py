@@ -57,11 +57,21 @@ class SearchContext:
         """How the scores after every hypothesis [B][K] are changed; None where no request's ever are."""
         if not any(state.edits for state in batch.live):
             return None
-        edit, of, beams = self.editor.edit, batch.histories.of, range(self.options.beam_size)
-        return [
-            [edit(of(row, beam)[0], s.wished, s.constraint) for beam in beams] if s.edits else [NO_EDIT] * len(beams)
-            for row, s in enumerate(batch.live)
-        ]
+        return [self._edits_of(batch, row) for row in range(len(batch.live))]
+
+    def _edits_of(self, batch: Batch, row: int) -> list[Edit]:
+        """How the scores after a row's hypotheses [K] are changed. Nothing is asked of a constraint after dead ones."""
+        state, width, histories = batch.live[row], self.options.beam_size, batch.histories
+        if not state.edits:
+            return [NO_EDIT] * width
+
+        def edit(beam: int) -> Edit:
+            return self.editor.edit(histories.of(row, beam)[0], state.wished, state.constraint)
+
+        if state.prompt:  # it has one hypothesis, and what follows that may stand in any query
+            return [edit(width - 1)] * width
+        alive = (histories.scores[row] > -np.inf).tolist()
+        return [edit(beam) if alive[beam] else NO_EDIT for beam in range(width)]
 
     def hypothesis(
         self, batch: Batch, row: int, beam: int, extension: tuple[list[int], list[float]] = ([], [])
