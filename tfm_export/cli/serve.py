@@ -100,7 +100,7 @@ def command(
     require("uvicorn", extra="serve")
     require("prometheus_client", extra="serve")
     import tfm_export
-    from tfm_export.serve import Limits, ServedModels, ServerOptions, serve
+    from tfm_export.serve import RequestLimits, ServedModels, ServerOptions, serve
     from tfm_export.serve.metrics import Metrics, PrometheusObserver
 
     if not bundles and watch is None:
@@ -134,7 +134,7 @@ def command(
         host=host,
         port=port,
         grace=grace,
-        limits=Limits(body_bytes=max_body, texts=max_texts, seconds=timeout, hypotheses=max_beams),
+        limits=RequestLimits(body_bytes=max_body, texts=max_texts, seconds=timeout, hypotheses=max_beams),
         connections=max_connections,
         api_keys=() if api_keys is None else _keys(api_keys),
         control=model_control,

@@ -17,7 +17,7 @@ from starlette.routing import Route
 import tfm_export
 from tfm_export.errors import TfmExportError
 from tfm_export.serve import inference, openapi, tensors
-from tfm_export.serve.limits import Limits, Refusal, refusal
+from tfm_export.serve.limits import Refusal, RequestLimits, refusal
 from tfm_export.serve.metrics import Metrics
 from tfm_export.serve.served import ServedModels, Version
 
@@ -45,7 +45,7 @@ class Service:
     """
 
     def __init__(
-        self, models: ServedModels, limits: Limits, metrics: Metrics, *, api_keys: list[str], control: bool
+        self, models: ServedModels, limits: RequestLimits, metrics: Metrics, *, api_keys: list[str], control: bool
     ) -> None:
         self.models, self.limits, self.metrics = models, limits, metrics
         self._keys, self._control = [key.encode() for key in api_keys], control
