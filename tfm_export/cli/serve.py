@@ -55,6 +55,13 @@ if TYPE_CHECKING:
     show_default=True,
     help="What becomes of special tokens, such as </s>, that texts spell.",
 )
+@click.option(
+    "--log-level",
+    type=click.Choice(["info", "warning"]),
+    default="info",
+    show_default=True,
+    help="info logs a line for every source.",
+)
 @backend_option
 @device_option
 @variant_option
@@ -79,6 +86,7 @@ def command(
     tls_certificate: Path | None,
     tls_key: Path | None,
     special_tokens: str,
+    log_level: str,
     backend: Backend,
     device: str | None,
     variant: str | None,
@@ -110,7 +118,7 @@ def command(
     folders = dict(zip(names or [path.resolve().name for path in bundles], bundles, strict=True))
     if len(folders) != len(bundles):
         raise click.UsageError("two bundles have the same name: give each a --name")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     metrics = Metrics()
 
     def load(path: Path, name: str) -> Model:
