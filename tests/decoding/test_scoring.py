@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from collections.abc import Sequence
+=======
+>>>>>>> w-ids
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.decoding.fake_model import SPECIAL, FakeModel, random_table
+from tests.decoding.fake_model import SPECIAL, FakeModel, FakeSentences, random_table
 from tests.numerics import near
+from tfm_export.bundle import SourceIds
 from tfm_export.decoding import DecodeOptions, generate, score, scoring
 from tfm_export.errors import RequestError
+from tfm_export.runtime.step_model import Ids, Mask
 
 SOURCES = [(5,), (6, 7, 8), (9,), (10, 11)]
 TARGETS = [[4, 3], [3, 3, 4, 4, 3], [], [4]]
@@ -135,3 +140,21 @@ def test_all_that_is_wrong_is_told() -> None:
         "target 1 has 13 tokens",
     ]:
         assert problem in told
+
+
+def test_short_sources_are_filled_with_the_sources_own_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    special = replace(SPECIAL, source=SourceIds(pad=12, bos=None, eos=None, unk=None))
+    model, fills = FakeModel(random_table()), set()
+    encode = model.encode
+
+    def watched(source_ids: Ids, source_mask: Mask, *, capacity: int) -> FakeSentences:
+        fills.update(source_ids[~source_mask].tolist())
+        return encode(source_ids, source_mask, capacity=capacity)
+
+    monkeypatch.setattr(model, "encode", watched)
+    score(model, SOURCES, TARGETS, special)
+    assert fills == {12}
+    fills.clear()
+    generate(model, SOURCES[:2], DecodeOptions(batch_type="tokens", max_batch_size=64), special)
+    generate(model, SOURCES[2:], DecodeOptions(), special)
+    assert fills == {12}
