@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 from collections.abc import Sequence
-=======
->>>>>>> w-ids
 from dataclasses import replace
 from typing import Any
 

@@ -332,6 +332,29 @@ class Model:
         read = collect("source", sources, lambda ids: self._reader.ids(ids, call))
         return self._runner.answers(read, call.options)
 
+    def generate_ids_async(
+        self, sources: Sequence[Ids], *, request_id: str = "", **settings: Any
+    ) -> Pending[list[Generation]]:
+        """Decode sources given as ids together with those of all other callers; see `generate_async`.
+
+        >>> ids = model.encode_text("hello").ids
+        >>> model.generate_ids_async([ids]).result()[0].tokens == model.generate("hello").tokens
+        True
+
+        Args:
+            sources: the ids of each, or a `decoding.Request` where it has options of its own.
+            request_id: the caller's name for the call, which observers and the log get.
+            **settings: fields of `DecodeOptions` and the settings of `call`; deadlines count from this call.
+
+        Returns:
+            What can be awaited, waited for and cancelled, and gives what `generate_ids` does.
+
+        Raises:
+            RequestError: an option that the model cannot serve; what is wrong with a source comes with the answer.
+            Overloaded: as many sources wait as `load` allows (max_waiting).
+        """
+        return self._submit("source", sources, self._reader.ids, request_id, self.call(**settings), one=False)
+
     @overload
     def generate_ids_iterable(
         self, sources: Iterable[Ids], *, on_error: Raise = "raise", **settings: Any
