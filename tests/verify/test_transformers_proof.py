@@ -169,6 +169,43 @@ def test_what_is_different_is_shown(folder: Path, prove: Any, monkeypatch: pytes
     assert "at token 0 in transformers, 3 in the bundle" in first.in_words
 
 
+@pytest.mark.parametrize(("text", "note"), [("a , b", "clean_up_tokenization_spaces"), ("a <unk>", "unknown tokens")])
+def test_texts_may_differ_as_documented(
+    made: Path, prove: Any, monkeypatch: pytest.MonkeyPatch, text: str, note: str
+) -> None:
+    """Their texts come without spaces before commas, and without unknown tokens; ours with both."""
+    unknown = Bundle.open(made / "bundle").manifest.special_ids.unk
+    assert unknown == 2
+    theirs, ours = TransformersFolder.decode, HuggingFaceTokenizer.decode_target
+
+    def decode_theirs(folder: TransformersFolder, tokens: list[int], *, clean: bool | None = None) -> str:
+        if note.startswith("clean"):
+            return text if clean is False else text.replace(" ,", ",")
+        return theirs(folder, [token for token in tokens if token != unknown], clean=clean)
+
+    def decode_ours(tokenizer: HuggingFaceTokenizer, tokens: list[int]) -> str:
+        return text if note.startswith("clean") or unknown in tokens else ours(tokenizer, tokens)
+
+    monkeypatch.setattr(TransformersFolder, "decode", decode_theirs)
+    monkeypatch.setattr(HuggingFaceTokenizer, "decode_target", decode_ours)
+    generate_theirs = TransformersFolder.generate
+    if note.startswith("unknown"):
+        from tfm_export.verify import transformers_proof
+
+        monkeypatch.setattr(TransformersFolder, "generate", lambda s, ids: [unknown, *generate_theirs(s, ids)])
+
+        def generate_ours(*arguments: Any) -> Any:
+            results = generate(*arguments)
+            return [
+                replace(r, hypotheses=[replace(h, tokens=[unknown, *h.tokens]) for h in r.hypotheses]) for r in results
+            ]
+
+        monkeypatch.setattr(transformers_proof, "generate", generate_ours)
+    proof = prove(made / "hf")
+    assert proof.proven == len(LINES)
+    assert sum(note in told for told in proof.notes) == 1
+
+
 def test_where_transformers_is_missing_that_is_all_that_is_said(
     made: Path, prove: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

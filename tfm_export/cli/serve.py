@@ -55,6 +55,13 @@ if TYPE_CHECKING:
     show_default=True,
     help="What becomes of special tokens, such as </s>, that texts spell.",
 )
+@click.option(
+    "--log-level",
+    type=click.Choice(["info", "warning"]),
+    default="info",
+    show_default=True,
+    help="info logs a line for every source.",
+)
 @backend_option
 @device_option
 @variant_option
@@ -79,6 +86,7 @@ def command(
     tls_certificate: Path | None,
     tls_key: Path | None,
     special_tokens: str,
+    log_level: str,
     backend: Backend,
     device: str | None,
     variant: str | None,
@@ -100,7 +108,7 @@ def command(
     require("uvicorn", extra="serve")
     require("prometheus_client", extra="serve")
     import tfm_export
-    from tfm_export.serve import Limits, ServedModels, ServerOptions, serve
+    from tfm_export.serve import RequestLimits, ServedModels, ServerOptions, serve
     from tfm_export.serve.metrics import Metrics, PrometheusObserver
 
     if not bundles and watch is None:
@@ -110,7 +118,7 @@ def command(
     folders = dict(zip(names or [path.resolve().name for path in bundles], bundles, strict=True))
     if len(folders) != len(bundles):
         raise click.UsageError("two bundles have the same name: give each a --name")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     metrics = Metrics()
 
     def load(path: Path, name: str) -> Model:
@@ -134,7 +142,7 @@ def command(
         host=host,
         port=port,
         grace=grace,
-        limits=Limits(body_bytes=max_body, texts=max_texts, seconds=timeout, hypotheses=max_beams),
+        limits=RequestLimits(body_bytes=max_body, texts=max_texts, seconds=timeout, hypotheses=max_beams),
         connections=max_connections,
         api_keys=() if api_keys is None else _keys(api_keys),
         control=model_control,

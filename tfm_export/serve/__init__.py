@@ -4,8 +4,8 @@
 `parameters.py` the options of a request, `served.py` the models in service, `server.py` the process.
 """
 
-from tfm_export.serve.limits import Limits
+from tfm_export.serve.limits import RequestLimits
 from tfm_export.serve.served import ServedModels
 from tfm_export.serve.server import ServerOptions, serve
 
-__all__ = ["Limits", "ServedModels", "ServerOptions", "serve"]
+__all__ = ["RequestLimits", "ServedModels", "ServerOptions", "serve"]

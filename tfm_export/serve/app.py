@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import logging
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 from starlette.applications import Starlette
@@ -15,9 +15,9 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 import tfm_export
-from tfm_export.errors import TfmExportError
+from tfm_export.errors import ModelClosed, TfmExportError
 from tfm_export.serve import inference, openapi, tensors
-from tfm_export.serve.limits import Limits, Refusal, refusal
+from tfm_export.serve.limits import Refusal, RequestLimits, refusal
 from tfm_export.serve.metrics import Metrics
 from tfm_export.serve.served import ServedModels, Version
 
@@ -45,7 +45,7 @@ class Service:
     """
 
     def __init__(
-        self, models: ServedModels, limits: Limits, metrics: Metrics, *, api_keys: list[str], control: bool
+        self, models: ServedModels, limits: RequestLimits, metrics: Metrics, *, api_keys: list[str], control: bool
     ) -> None:
         self.models, self.limits, self.metrics = models, limits, metrics
         self._keys, self._control = [key.encode() for key in api_keys], control
@@ -197,21 +197,22 @@ class Service:
     # Decoding.
 
     async def _infer(self, request: Request) -> Response:
-        version, body = self._version(request), await self._body(request)
-        asked = tensors.parse_request(body, request.headers.get(tensors.HEADER_LENGTH))
-        outputs = await _unless_gone(request, inference.infer(version, asked, self.limits))
+        asked = tensors.parse_request(await self._body(request), request.headers.get(tensors.HEADER_LENGTH))
+        version, outputs = await self._decoded(request, lambda v: inference.infer(v, asked, self.limits))
         content, headers = tensors.response(asked, version.name, version.number, outputs)
         return Response(content, headers=headers)
 
     async def _generate(self, request: Request) -> Response:
-        version, body = self._version(request), await self._body(request)
-        state = tensors.parse_object(body)
-        return JSONResponse(await _unless_gone(request, inference.generate(version, state, self.limits)))
+        state = tensors.parse_object(await self._body(request))
+        _, answer = await self._decoded(request, lambda v: inference.generate(v, state, self.limits))
+        return JSONResponse(answer)
 
     async def _generate_stream(self, request: Request) -> Response:
-        version, body = self._version(request), await self._body(request)
-        events = inference.generate_stream(version, tensors.parse_object(body), self.limits)
-        first = await anext(events)  # what is wrong with a request has a status of its own
+        state = tensors.parse_object(await self._body(request))
+        # What is wrong with a request has a status of its own: the first event comes before the answer begins.
+        _, (events, first) = await self._decoded(
+            request, lambda v: _begun(inference.generate_stream(v, state, self.limits))
+        )
 
         async def told() -> Any:
             self.active += 1
@@ -226,9 +227,22 @@ class Service:
                 yield inference.event({"error": "; ".join(answer.problems) if answer else "the server has failed"})
             finally:
                 self.active -= 1
-                await events.aclose()  # type: ignore[attr-defined]
+                await events.aclose()
 
         return StreamingResponse(told(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def _decoded(
+        self, request: Request, work: Callable[[Version], Coroutine[Any, Any, Any]]
+    ) -> tuple[Version, Any]:
+        """The version that a request is for, or its successor if it is replaced, and what work with it comes to."""
+        version = self._version(request)
+        while True:
+            try:
+                return version, await _unless_gone(request, work(version))
+            except ModelClosed:
+                if (now := self._version(request)) is version:
+                    raise
+                version = now
 
     def _version(self, request: Request) -> Version:
         return self.models.version(request.path_params["model"], request.path_params.get("version"))
@@ -258,6 +272,10 @@ class Service:
         if decoder.unconsumed_tail:
             raise Refusal(413, [f"a body has at most {most:,} bytes when it is decompressed"])
         return body
+
+
+async def _begun(events: AsyncIterator[dict[str, Any]]) -> tuple[AsyncIterator[dict[str, Any]], dict[str, Any]]:
+    return events, await anext(events)
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tfm_export.decoding import Reason
 from tfm_export.model import Generation, TextRequest
 from tfm_export.quotation import quote
-from tfm_export.serve.limits import Limits, Refusal
+from tfm_export.serve.limits import Refusal, RequestLimits
 from tfm_export.serve.parameters import request_settings
 from tfm_export.serve.served import Version
 from tfm_export.serve.tensors import InferRequest
@@ -45,7 +45,7 @@ def metadata(version: Version, versions: Sequence[str]) -> dict[str, Any]:
     }
 
 
-async def infer(version: Version, request: InferRequest, limits: Limits) -> dict[str, NDArray[Any]]:
+async def infer(version: Version, request: InferRequest, limits: RequestLimits) -> dict[str, NDArray[Any]]:
     """Decode the sources of an inference request.
 
     Returns:
@@ -70,7 +70,7 @@ async def infer(version: Version, request: InferRequest, limits: Limits) -> dict
     return _arrays(answers)
 
 
-def _sources(request: InferRequest, limits: Limits) -> tuple[list[str] | None, list[list[int]]]:
+def _sources(request: InferRequest, limits: RequestLimits) -> tuple[list[str] | None, list[list[int]]]:
     """The texts of a request, or the ids."""
     inputs = dict(request.inputs)
     texts, ids, lengths = inputs.pop(TEXT, None), inputs.pop(IDS, None), inputs.pop(LENGTHS, None)
@@ -119,7 +119,7 @@ def _arrays(answers: Sequence[Generation]) -> dict[str, NDArray[Any]]:
 # Triton's generate: one text, one object.
 
 
-def _text_and_settings(state: dict[str, Any], limits: Limits) -> tuple[TextRequest, dict[str, Any], str]:
+def _text_and_settings(state: dict[str, Any], limits: RequestLimits) -> tuple[TextRequest, dict[str, Any], str]:
     text, parameters = state.get("text_input"), state.get("parameters", {})
     problems = [
         f"there is no field {quote(name)}" for name in state if name not in {TEXT, "parameters", "id", "stream"}
@@ -152,7 +152,7 @@ def _told(version: Version, answer: Generation, text: str) -> dict[str, Any]:
     return told
 
 
-async def generate(version: Version, state: dict[str, Any], limits: Limits) -> dict[str, Any]:
+async def generate(version: Version, state: dict[str, Any], limits: RequestLimits) -> dict[str, Any]:
     """Decode one text.
 
     Raises:
@@ -166,7 +166,9 @@ async def generate(version: Version, state: dict[str, Any], limits: Limits) -> d
     return _told(version, answer, answer.text)
 
 
-async def generate_stream(version: Version, state: dict[str, Any], limits: Limits) -> AsyncIterator[dict[str, Any]]:
+async def generate_stream(
+    version: Version, state: dict[str, Any], limits: RequestLimits
+) -> AsyncIterator[dict[str, Any]]:
     """Decode one text and give it in pieces; the last object has the score and the reason, and no text.
 
     Raises:

@@ -9,7 +9,7 @@ from tfm_export.errors import ModelClosed, NumericError, Overloaded, RequestErro
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class RequestLimits:
     """What a request may be.
 
     Attributes:

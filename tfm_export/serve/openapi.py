@@ -8,7 +8,7 @@ from typing import Any
 
 import tfm_export
 from tfm_export.decoding import DecodeOptions
-from tfm_export.serve.limits import Limits
+from tfm_export.serve.limits import RequestLimits
 from tfm_export.serve.parameters import OF_CALLS, OF_OPTIONS
 
 STATUSES = {
@@ -43,7 +43,7 @@ OTHER_PATHS = (
 )
 
 
-def description(limits: Limits) -> dict[str, Any]:
+def description(limits: RequestLimits) -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
     name = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
     paths: dict[str, Any] = {}
@@ -115,7 +115,7 @@ def _responses(good: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _parameters(limits: Limits) -> dict[str, Any]:
+def _parameters(limits: RequestLimits) -> dict[str, Any]:
     types = {field.name: str(field.type) for field in fields(DecodeOptions)}
     known = {name: dict(SCHEMAS.get(types[name].removesuffix(" | None"), {})) for name in OF_OPTIONS}
     known |= {name: dict(SCHEMAS[kinds[-1].__name__]) for name, kinds in OF_CALLS.items()}
@@ -125,7 +125,7 @@ def _parameters(limits: Limits) -> dict[str, Any]:
     return {"type": "object", "properties": known, "additionalProperties": False}
 
 
-def page(limits: Limits) -> str:
+def page(limits: RequestLimits) -> str:
     """The same as a page, without anything that is not in it."""
     rows = [
         f"<tr><td><code>{method.upper()}</code></td><td><code>{html.escape(path)}</code></td>"

@@ -8,7 +8,7 @@ from typing import Any
 
 from tfm_export.decoding import DecodeOptions
 from tfm_export.quotation import quote
-from tfm_export.serve.limits import Limits, Refusal
+from tfm_export.serve.limits import Refusal, RequestLimits
 
 # Options that are Python functions, that make answers of another form, or that shape the batches of others.
 NOT_OF_CLIENTS = {
@@ -34,7 +34,7 @@ IGNORED = {"binary_data_output", "stream", "sequence_id", "sequence_start", "seq
 BEAMS = ("beam_size", "num_hypotheses")
 
 
-def request_settings(given: Mapping[str, Any], limits: Limits) -> tuple[dict[str, Any], int]:
+def request_settings(given: Mapping[str, Any], limits: RequestLimits) -> tuple[dict[str, Any], int]:
     """The settings of `Model.generate_async` that a client has chosen, and the priority of its texts.
 
     Args:

@@ -16,7 +16,7 @@ import uvicorn
 
 from tfm_export.errors import RequestError
 from tfm_export.serve.app import Service
-from tfm_export.serve.limits import Limits
+from tfm_export.serve.limits import RequestLimits
 from tfm_export.serve.metrics import Metrics
 from tfm_export.serve.served import ServedModels
 
@@ -46,7 +46,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     grace: float = 20.0
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
     connections: int | None = None
     api_keys: tuple[str, ...] = ()
     control: bool = False

@@ -189,16 +189,25 @@ class _Comparison:
         if case.text is None or self._tokenizer is None:
             return None
         texts = self._theirs.decode(found), self._tokenizer.decode_target(found)
-        if texts[0] == texts[1]:
+        if texts[0] == texts[1] or self._differs_as_said(found, texts[1]):
             return None
-        if self._theirs.decode(found, clean=False) == texts[1]:
+        detail = f"the same tokens are {texts[0]!r} in transformers, {texts[1]!r} in the bundle"
+        return _divergence(case, len(found), None, None, detail=detail)
+
+    def _differs_as_said(self, tokens: list[int], text: str) -> bool:
+        """Whether a text is theirs but for what bundles do on purpose."""
+        assert self._tokenizer is not None, "texts are compared"
+        if self._theirs.decode(tokens, clean=False) == text:
             self._note_once(
                 "transformers' tokenizer takes spaces before punctuation away (clean_up_tokenization_spaces), the "
                 "bundle does not: texts were compared without that"
             )
-            return None
-        detail = f"the same tokens are {texts[0]!r} in transformers, {texts[1]!r} in the bundle"
-        return _divergence(case, len(found), None, None, detail=detail)
+            return True
+        known = [token for token in tokens if token != self._special.unk]
+        if len(known) < len(tokens) and self._tokenizer.decode_target(known) == self._theirs.decode(known, clean=False):
+            self._note_once("unknown tokens are part of the bundle's texts, and not of transformers': left out of both")
+            return True
+        return False
 
     def _note_once(self, note: str) -> None:
         if note not in self._theirs.notes:
