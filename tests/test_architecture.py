@@ -28,6 +28,7 @@ LAYERS = (
     ("verify",),
     ("export", "quantize", "generate_graph", "trt", "bench"),  # the stages
     ("cli",),
+    ("__main__",),
 )
 RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 
