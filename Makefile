@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-EXTRAS := cpu,export,quantize,tokenizers,rtx,plot,train,bench,dev
+EXTRAS := cpu,export,quantize,tokenizers,rtx,serve,plot,train,bench,dev
 
 # Each worker begins with a stretch of the tests as they stand, so that few modules' fixtures are made twice; whoever is
 # done first takes from the rest of another.

@@ -24,7 +24,7 @@ LAYERS = (
     ("runtime", "passes"),
     ("decoding", "tokenizer"),
     ("model",),
-    ("checkpoints",),
+    ("checkpoints", "serve"),
     ("verify",),
     ("export", "quantize", "generate_graph", "trt", "bench"),  # the stages
     ("cli",),
@@ -59,6 +59,9 @@ LIBRARIES = {
     "sentencepiece": {"tokenizer"},
     "subword_nmt": {"tokenizer"},
     "click": {"cli"},
+    "prometheus_client": {"serve"},
+    "starlette": {"serve"},
+    "uvicorn": {"serve"},
     "matplotlib": {"cli"},
     "numpy": set(RANKS)
     - {

@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tfm_export.bundle import Bundle, GenerationDefaults, Limits, Manifest, SpecialIds, write_text
+from tfm_export.bundle import Bundle, GenerationDefaults, Limits, Manifest, SourceIds, SpecialIds, write_text
 from tfm_export.errors import BundleError
 from tfm_export.graph import Dimensions
 from tfm_export.staging import check_target, new_bundle
@@ -150,6 +151,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     """The limit on a file's size stands for the disk's: the system refuses the same write in the same way."""
     code = f"""
 import resource, sys
+from dataclasses import replace
 from pathlib import Path
 from tests.test_bundle import MANIFEST, new_bundle, write_text
 from tfm_export.errors import BundleError
@@ -248,3 +250,21 @@ def test_what_is_no_bundle_is_told(tmp_path: Path, path: str) -> None:
 def test_a_variant_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="no variant 'w8'"):
         make_bundle(tmp_path / "b").variant_path("w8")
+
+
+def test_special_ids_of_sources_are_written_where_they_differ(tmp_path: Path) -> None:
+    ids = {"pad": 0, "bos": 1, "eos": 2, "unk": None}
+    own = SourceIds(pad=0, bos=2, eos=3, unk=1)
+    special = SpecialIds(pad=0, bos=1, eos=2, source_starts_with_bos=True, source_ends_with_eos=True, source=own)
+    text = replace(MANIFEST, special_ids=special).to_json()
+    assert json.loads(text)["special_ids"]["source"] == {"pad": 0, "bos": 2, "eos": 3, "unk": 1}
+    read = Manifest.from_json(text, tmp_path)
+    assert read.special_ids == special
+    assert read.special_ids.wrap_source([7]) == [2, 7, 3]
+    same = SpecialIds(**ids, source_ends_with_eos=True, source=SourceIds(**ids))  # type: ignore[arg-type]
+    assert same == SpecialIds(pad=0, bos=1, eos=2, source_ends_with_eos=True)
+    assert "source" not in json.loads(replace(MANIFEST, special_ids=same).to_json())["special_ids"]
+    assert same.wrap_source([7]) == [7, 2]
+    wrong = text.replace('"eos": 3', '"eos": null')
+    with pytest.raises(BundleError, match="sources need their eos, and have none"):
+        Manifest.from_json(wrong, tmp_path)

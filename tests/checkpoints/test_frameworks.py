@@ -22,6 +22,7 @@ from reference_model import Transformer
 from tests.checkpoints.parity import assert_computed, assert_same_model
 from tests.checkpoints.test_huggingface import Theirs, build
 from tests.numerics import assert_close, exactly, near
+from tfm_export.bundle import SourceIds
 from tfm_export.checkpoints import SourceModel, read_checkpoint
 from tfm_export.checkpoints.pickles import load_pickle
 from tfm_export.decoding import DecodeOptions, generate
@@ -60,6 +61,8 @@ def test_checkpoints_of_opennmt_2_give_what_opennmt_computed() -> None:
     assert not [note for note in source.notes if note.startswith("'generator' has weights")]
     sides = json.loads(source.tokenizer["tokenizer.json"])
     assert sides["source"]["tokens"] == ["<unk>", "<blank>", *"abcdefg"]
+    # The ids of the target's start and end token are those of words of the source.
+    assert source.special_ids.source == SourceIds(pad=1, bos=None, eos=None, unk=0)
     assert sides["target"]["tokens"] == ["<unk>", "<blank>", "<s>", "</s>", *"hijklmnop"]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from tests.decoding.fake_model import SPECIAL, FakeModel, random_table
 from tests.numerics import near
-from tfm_export.decoding import DecodeOptions, Request, generate
+from tfm_export.decoding import DecodeOptions, Reason, Request, generate
 
 SOURCES = [tuple(int(t) for t in np.random.default_rng(i).integers(4, 40, 1 + i % 7)) for i in range(50)]
 
@@ -150,6 +152,34 @@ def test_unlikely_alternatives_are_left_out() -> None:
     scores = model.table((5,), (SPECIAL.bos,))
     scores[SPECIAL.eos] = -np.inf
     assert len(result.hypotheses) == (np.exp(scores - np.logaddexp.reduce(scores)) >= 0.1).sum() < 7
+
+
+def test_the_likeliest_alternative_is_never_left_out() -> None:
+    model = FakeModel(random_table(8, seed=3), 8)
+    options = DecodeOptions(return_alternatives=True, num_hypotheses=3)
+    never = replace(options, min_alternative_expansion_prob=1.0)
+    for alone, all_of_them in zip(*(generate(model, SOURCES[:6], o, SPECIAL) for o in (never, options)), strict=True):
+        assert alone.hypotheses == all_of_them.hypotheses[:1]
+
+
+class SetAtFirst:
+    """A cancellation that is taken back."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def is_set(self) -> bool:
+        self.asked += 1
+        return self.asked == 1
+
+
+def test_alternatives_that_were_given_up_before_the_first_are_none() -> None:
+    model = FakeModel(random_table(8, seed=3), 8)
+    options = DecodeOptions(return_alternatives=True, num_hypotheses=3)
+    requests = [Request(source=(5,), cancelled=SetAtFirst()), Request(source=(6,))]
+    given_up, other = generate(model, requests, options, SPECIAL)
+    assert (given_up.reason, given_up.tokens, given_up.hypotheses[0].log_probs) == (Reason.CANCELLED, [], [])
+    assert other.hypotheses == generate(model, [(6,)], options, SPECIAL)[0].hypotheses
 
 
 @pytest.mark.parametrize("beam_size", [1, 3])

@@ -277,3 +277,24 @@ def test_a_constraint_is_asked_about_living_paths_only(beam_size: int) -> None:
     generate(model, SOURCES, options, SPECIAL)
     possible = {tuple(target[:n]) for target in targets for n in range(1, len(target) + 1)}
     assert {*asked} <= possible
+
+
+@pytest.mark.parametrize("beam_size", [1, 4])
+@pytest.mark.parametrize("refill_at", [0.0, 1.0])
+def test_a_constraint_is_asked_after_paths_that_are_alive_alone(beam_size: int, refill_at: float) -> None:
+    prefix = (4, 5, 6)
+    asked: list[tuple[int, ...]] = []
+
+    def may_follow(tokens: Sequence[int]) -> list[int]:
+        asked.append(tuple(tokens))
+        return [SPECIAL.eos, 6] if len(tokens) == 4 else [3, 6]
+
+    options = DecodeOptions(beam_size=beam_size, constraint=may_follow, max_decoding_length=9, max_batch_size=2)
+    model = FakeModel(random_table(VOCABULARY), VOCABULARY, refill_at=refill_at)
+    requests = [Request(source=source, target_prefix=prefix[: i % 4]) for i, source in enumerate(SOURCES)]
+    generate(model, requests, options, SPECIAL)
+    assert asked
+    assert not [tokens for tokens in asked if SPECIAL.eos in tokens]
+    # Padding, places that were never filled and hypotheses that nothing leads to would show as other tokens.
+    begun = [tuple(p[: i % 4]) for i, p in enumerate([prefix] * len(SOURCES))]
+    assert all(any(t[: len(p)] == p and set(t[len(p) :]) <= {3, 6} for p in begun) for t in asked)

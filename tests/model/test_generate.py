@@ -16,7 +16,7 @@ import tfm_export.tokenizer
 from tests.conftest import build_tiny_model
 from tests.model.conftest import WORDS, rewrite_manifest
 from tfm_export import RequestError
-from tfm_export.bundle import Bundle
+from tfm_export.bundle import Bundle, GenerationDefaults
 from tfm_export.decoding import DecodeOptions, Reason
 from tfm_export.model import Model, TextRequest
 
@@ -232,6 +232,30 @@ def test_targets_in_options_may_be_text(model: Model) -> None:
     with_unk = Model(bundle, model.step_model, tfm_export.tokenizer.load_tokenizer(bundle))
     with pytest.raises(RequestError, match="'p1 p99' has tokens that the model's targets do not have"):
         with_unk.decode_options(target_prefix="p1 p99")
+
+
+def test_scores_are_under_the_options_of_decoding(model: Model) -> None:
+    from tests.numerics import bundle_log_prob_limit
+
+    limit = 2 * bundle_log_prob_limit(model.bundle.manifest)
+    rules: dict[str, Any] = {"forced_bos": 5, "forced_eos": 2, "max_decoding_length": 4, "suppress_sequences": [[3]]}
+    generation = model.generate("hello", **rules)
+    log_probs = generation.hypotheses[0].log_probs
+    assert log_probs[0] == 0
+    # The text does not have what was forced upon the ids.
+    for text in (generation.text, model.tokenizer.decode_target(generation.tokens[1:])):
+        (scores,) = model.score(["hello"], [text], **rules)
+        assert scores == pytest.approx(log_probs, rel=0, abs=limit)
+    ids = model.encode_text("hello").ids
+    (scores,) = model.score_ids([ids], [generation.tokens], **rules)
+    assert scores == pytest.approx(log_probs, rel=0, abs=limit)
+    defaults = GenerationDefaults(max_length=4, beam_size=1, options={"forced_bos": 5, "forced_eos": 2})
+    bundle = Bundle(model.bundle.path, replace(model.bundle.manifest, generation=defaults))
+    with_defaults = Model(bundle, model.step_model, tfm_export.tokenizer.load_tokenizer(bundle))
+    assert with_defaults.score_ids([ids], [[5, 6, 7]])[0][::3] == [0, 0]
+    (bare,) = with_defaults.score_ids([ids], [[5, 6, 7]], options=tfm_export.DecodeOptions())
+    assert max(bare) < 0
+    with_defaults._runner.close()
 
 
 def test_scores_are_the_log_probabilities_of_decoding(model: Model) -> None:

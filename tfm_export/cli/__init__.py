@@ -26,6 +26,7 @@ COMMANDS = {
     "trt": "Build a TensorRT engine from a bundle; TensorRT-RTX needs no GPU for it.",
     "verify": "Compare a bundle with PyTorch.",
     "run": "Decode texts.",
+    "serve": "Serve bundles over HTTP: the Open Inference Protocol v2, and Triton's generate.",
     "bench": "Measure how fast a bundle decodes on this machine.",
     "inspect": "Show the contents of a bundle, or the settings of a checkpoint.",
     "doctor": "Show what this machine has, and which parts of a bundle run here.",

@@ -123,7 +123,9 @@ ENTRIES = {
     "end_token": Entry(ids, "Ids of the tokens that end a target.", default="the model's end token"),
     "return_end_token": Entry(FLAG, "Keep the end token in the tokens."),
     "return_alternatives": Entry(FLAG, "Print a target for each of the most likely tokens after the prefix."),
-    "min_alternative_expansion_prob": Entry(click.FLOAT, "Leave out alternatives that are less likely than this."),
+    "min_alternative_expansion_prob": Entry(
+        click.FLOAT, "Leave out alternatives less likely than this; never the likeliest."
+    ),
     "return_scores": Entry(FLAG, "Write the log-probability of every token to the JSON."),
     "return_attention": Entry(FLAG, "Write the attention weights of every token to the JSON."),
     "return_logits_vocab": Entry(FLAG, "Write the log-probabilities of the whole vocabulary to the JSON."),

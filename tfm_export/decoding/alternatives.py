@@ -11,10 +11,12 @@ from typing import Any
 from tfm_export.bundle import SpecialIds
 from tfm_export.decoding.options import DecodeOptions
 from tfm_export.decoding.request import Request, target_beginning
-from tfm_export.decoding.result import Hypothesis, Result, merged
+from tfm_export.decoding.result import Hypothesis, Reason, Result, merged
 from tfm_export.decoding.session import decode
 from tfm_export.errors import RequestError
 from tfm_export.runtime.step_model import StepModel
+
+GIVEN_UP = (Reason.DEADLINE, Reason.CANCELLED)  # before there was an alternative to go on from
 
 
 def alternatives(
@@ -36,6 +38,7 @@ def alternatives(
     branches = [
         replace(request, target_prefix=first.tokens)
         for request, result in zip(requests, firsts, strict=True)
+        if result.reason not in GIVEN_UP
         for first in result.hypotheses
     ]
     onward = replace(
@@ -47,7 +50,12 @@ def alternatives(
         begin_suppress_tokens=(),
     )
     rest = iter(decode(model, branches, onward, special))
-    return [merged([_joined(first, next(rest)) for first in result.hypotheses], keep_order=True) for result in firsts]
+    return [
+        result
+        if result.reason in GIVEN_UP
+        else merged([_joined(first, next(rest)) for first in result.hypotheses], keep_order=True)
+        for result in firsts
+    ]
 
 
 def _first_tokens(
@@ -93,8 +101,9 @@ def _searched(options: DecodeOptions) -> dict[str, Any]:
 
 
 def _likely(result: Result, least: float) -> Result:
-    kept = [h for h in result.hypotheses if math.exp((h.log_probs or [0.0])[-1]) >= least]
-    return replace(result, hypotheses=kept)
+    """The alternatives that are likely enough; the likeliest is kept in any case, so that there is an answer."""
+    best, *others = result.hypotheses
+    return replace(result, hypotheses=[best, *(h for h in others if math.exp((h.log_probs or [0.0])[-1]) >= least)])
 
 
 def _joined(first: Hypothesis, onward: Result) -> Result:

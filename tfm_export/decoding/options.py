@@ -102,7 +102,7 @@ class DecodeOptions:
         return_scores: give the log-probability of every token.
         return_logits_vocab: give the log-probabilities of the whole vocabulary at every token.
         return_alternatives: return one hypothesis for each of the num_hypotheses likeliest tokens after the prefix.
-        min_alternative_expansion_prob: an alternative less likely than this is left out.
+        min_alternative_expansion_prob: an alternative less likely than this is left out, except the likeliest.
         constraint: which tokens may follow what, a function of the tokens so far; `Trie` is one.
         coverage_penalty: adds this many times sum_j log(min(sum_t attention[t, j], 1)) to a score, over those tokens t
             that the length counts (Wu et al. 2016). This option and the next two need a model whose steps give

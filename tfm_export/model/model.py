@@ -266,8 +266,10 @@ class Model:
         add_end_token: bool = True,
         max_batch_size: int = 32,
         long_source: LongSource = "refuse",
+        options: DecodeOptions | None = None,
+        **option_fields: Any,
     ) -> list[list[float]]:
-        """How likely targets are.
+        """How likely targets are, under the same options as `generate` decodes with; see `decoding.score`.
 
         >>> likely, unlikely = model.score(["hello", "hello"], ["HH EH L OW", "AH"])
         >>> sum(likely) > sum(unlikely)
@@ -279,9 +281,12 @@ class Model:
             add_end_token: score the end token after each target, too.
             max_batch_size: pairs at once.
             long_source: "refuse" texts longer than the model takes, or "truncate" them.
+            options: how targets are decoded, all of it; DecodeOptions() for the model by itself.
+            **option_fields: fields of `DecodeOptions`; the bundle's defaults hold for the others.
 
         Returns:
-            For each pair, the log-probability of every token of the target.
+            For each pair, the log-probability of every token of the target. If the options have a forced_bos, it is
+            the first token of every target, whether or not the text has it.
 
         Raises:
             RequestError: a pair that the model cannot serve; all that is wrong, before anything runs.
@@ -290,12 +295,18 @@ class Model:
         if len(texts) != len(targets):
             raise RequestError(f"there must be a target for each text, found {len(texts)} and {len(targets)}")
 
+        options = self.decode_options(options, **option_fields)
+        first = [] if options.forced_bos is None else [options.forced_bos]
+
         def encode(pair: tuple[str, str]) -> tuple[list[int], list[int]]:
-            return self._reader.cut(self._reader.encode(pair[0]), long_source), self._reader.target(pair[1])
+            source, target = self._reader.encode(pair[0]), self._reader.target(pair[1])
+            return self._reader.cut(source, long_source), target if target[:1] == first else [*first, *target]
 
         pairs = collect("pair", zip(texts, targets, strict=True), encode)
         sources, wanted = [source for source, _ in pairs], [target for _, target in pairs]
-        return self.score_ids(sources, wanted, add_end_token=add_end_token, max_batch_size=max_batch_size)
+        return self.score_ids(
+            sources, wanted, add_end_token=add_end_token, max_batch_size=max_batch_size, options=options
+        )
 
     # Ids in, ids out.
 
@@ -320,6 +331,29 @@ class Model:
         call = self.call(**settings)
         read = collect("source", sources, lambda ids: self._reader.ids(ids, call))
         return self._runner.answers(read, call.options)
+
+    def generate_ids_async(
+        self, sources: Sequence[Ids], *, request_id: str = "", **settings: Any
+    ) -> Pending[list[Generation]]:
+        """Decode sources given as ids together with those of all other callers; see `generate_async`.
+
+        >>> ids = model.encode_text("hello").ids
+        >>> model.generate_ids_async([ids]).result()[0].tokens == model.generate("hello").tokens
+        True
+
+        Args:
+            sources: the ids of each, or a `decoding.Request` where it has options of its own.
+            request_id: the caller's name for the call, which observers and the log get.
+            **settings: fields of `DecodeOptions` and the settings of `call`; deadlines count from this call.
+
+        Returns:
+            What can be awaited, waited for and cancelled, and gives what `generate_ids` does.
+
+        Raises:
+            RequestError: an option that the model cannot serve; what is wrong with a source comes with the answer.
+            Overloaded: as many sources wait as `load` allows (max_waiting).
+        """
+        return self._submit("source", sources, self._reader.ids, request_id, self.call(**settings), one=False)
 
     @overload
     def generate_ids_iterable(
@@ -389,8 +423,12 @@ class Model:
         *,
         add_end_token: bool = True,
         max_batch_size: int = 32,
+        options: DecodeOptions | None = None,
+        **option_fields: Any,
     ) -> list[list[float]]:
-        """How likely targets given as ids are.
+        """How likely targets given as ids are, under the same options as `generate` decodes with.
+
+        A forced_bos is part of the targets, as it is of those that `generate_ids` gives.
 
         >>> source, target = model.encode_text("hello").ids, model.generate("hello").tokens
         >>> [len(log_probs) for log_probs in model.score_ids([source], [target])]
@@ -401,6 +439,8 @@ class Model:
             targets: ids of a target for each, without start and end token.
             add_end_token: score the end token after each target, too.
             max_batch_size: pairs at once.
+            options: how targets are decoded, all of it; DecodeOptions() for the model by itself.
+            **option_fields: fields of `DecodeOptions`; the bundle's defaults hold for the others.
 
         Returns:
             For each pair, the log-probability of every token of the target.
@@ -409,9 +449,14 @@ class Model:
             RequestError: a pair that the model cannot serve; all that is wrong, before anything runs.
         """
         self._check_open()
-        special = self.bundle.manifest.special_ids
         return score(
-            self.step_model, sources, targets, special, max_batch_size=max_batch_size, add_end_token=add_end_token
+            self.step_model,
+            sources,
+            targets,
+            self.bundle.manifest.special_ids,
+            options=self.decode_options(options, **option_fields),
+            max_batch_size=max_batch_size,
+            add_end_token=add_end_token,
         )
 
     # What a call is made of.
