@@ -18,7 +18,7 @@ LAYERS = (
     ("quotation",),
     ("errors",),
     ("text_files",),
-    ("extras", "field_types", "graph", "json_text", "precision", "progress"),
+    ("extras", "field_types", "graph", "json_text", "pinned_folder", "precision", "progress"),
     ("bundle",),
     ("staging", "graph_files", "engines"),
     ("runtime", "passes"),
