@@ -248,3 +248,13 @@ def test_what_is_no_bundle_is_told(tmp_path: Path, path: str) -> None:
 def test_a_variant_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="no variant 'w8'"):
         make_bundle(tmp_path / "b").variant_path("w8")
+
+
+@pytest.mark.parametrize("name", ["z" * 100_000, "a\0b"])
+def test_a_name_that_no_disk_can_have_is_missing(tiny_bundle: Path, tmp_path: Path, name: str) -> None:
+    state = json.loads((tiny_bundle / "bundle.json").read_text())
+    state["files"] = {name: {"sha256": "", "bytes": 1, "purpose": "a test's"}}
+    (tmp_path / "bundle.json").write_text(json.dumps(state))
+    with pytest.raises(BundleError, match=r"is missing \(a test's\)") as caught:
+        Bundle.open(tmp_path)
+    assert len(str(caught.value)) < 500

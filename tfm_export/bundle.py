@@ -328,16 +328,21 @@ class Bundle:
 
     def _problem_of(self, name: str, check_hash: bool) -> str | None:
         entry, path = self.manifest.files[name], self.path / name
-        if not path.resolve().is_relative_to(self.path.resolve()):
-            return f"{name} points outside the bundle"
-        if not path.is_file():
-            return f"{name} is missing ({entry.purpose})"
+        shown = shorten(name)
+        try:
+            inside = path.resolve().is_relative_to(self.path.resolve())
+        except (OSError, ValueError):  # a name that no disk can have, or links in a circle
+            inside = True
+        if not inside:
+            return f"{shown} points outside the bundle"
+        if not os.path.isfile(path):
+            return f"{shown} is missing ({shorten(entry.purpose)})"
         if path.stat().st_size != entry.bytes:
-            return f"{name} should have {entry.bytes:,} bytes, but has {path.stat().st_size:,}"
+            return f"{shown} should have {entry.bytes:,} bytes, but has {path.stat().st_size:,}"
         if not os.access(path, os.R_OK):
-            return f"{name} cannot be read by this user"
+            return f"{shown} cannot be read by this user"
         if check_hash and file_hash(path) != entry.sha256:
-            return f"{name} was altered: its SHA-256 is not the one in {MANIFEST}"
+            return f"{shown} was altered: its SHA-256 is not the one in {MANIFEST}"
         return None
 
     def variant_path(self, variant: str) -> Path:
