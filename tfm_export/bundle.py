@@ -388,6 +388,7 @@ class Bundle:
         return "; ".join(rebuild_command(self.path, name, found) for name, found in facts.items() if found)
 
     def _problem_of(self, name: str, check_hash: bool) -> str | None:
+<<<<<<< HEAD
         entry, path = self.manifest.files[name], self.folder / name
         # A link to a file elsewhere is fine: caches and volumes are made of links, and the hash tells what it leads to.
         if Path(name).is_absolute() or Path(name).drive or ".." in Path(name).parts:
@@ -399,10 +400,24 @@ class Bundle:
             return f"{name} should have {entry.bytes:,} bytes, but has {status.st_size:,}"
         if self.folder is not self.path:
             self.stamps[name] = stamp(status)
+=======
+        entry, path = self.manifest.files[name], self.path / name
+        shown = shorten(name)
+        try:
+            inside = path.resolve().is_relative_to(self.path.resolve())
+        except (OSError, ValueError):  # a name that no disk can have, or links in a circle
+            inside = True
+        if not inside:
+            return f"{shown} points outside the bundle"
+        if not os.path.isfile(path):
+            return f"{shown} is missing ({shorten(entry.purpose)})"
+        if path.stat().st_size != entry.bytes:
+            return f"{shown} should have {entry.bytes:,} bytes, but has {path.stat().st_size:,}"
+>>>>>>> w-bombs
         if not os.access(path, os.R_OK):
-            return f"{name} cannot be read by this user"
+            return f"{shown} cannot be read by this user"
         if check_hash and file_hash(path) != entry.sha256:
-            return f"{name} was altered: its SHA-256 is not the one in {MANIFEST}"
+            return f"{shown} was altered: its SHA-256 is not the one in {MANIFEST}"
         return None
 
     def variant_path(self, variant: str) -> Path:
