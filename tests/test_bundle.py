@@ -251,7 +251,6 @@ def test_a_variant_that_is_not_there_is_told(tmp_path: Path) -> None:
         make_bundle(tmp_path / "b").variant_path("w8")
 
 
-<<<<<<< HEAD
 def test_special_ids_of_sources_are_written_where_they_differ(tmp_path: Path) -> None:
     ids = {"pad": 0, "bos": 1, "eos": 2, "unk": None}
     own = SourceIds(pad=0, bos=2, eos=3, unk=1)
@@ -268,7 +267,8 @@ def test_special_ids_of_sources_are_written_where_they_differ(tmp_path: Path) ->
     wrong = text.replace('"eos": 3', '"eos": null')
     with pytest.raises(BundleError, match="sources need their eos, and have none"):
         Manifest.from_json(wrong, tmp_path)
-=======
+
+
 @pytest.mark.parametrize("name", ["z" * 100_000, "a\0b"])
 def test_a_name_that_no_disk_can_have_is_missing(tiny_bundle: Path, tmp_path: Path, name: str) -> None:
     state = json.loads((tiny_bundle / "bundle.json").read_text())
@@ -277,4 +277,3 @@ def test_a_name_that_no_disk_can_have_is_missing(tiny_bundle: Path, tmp_path: Pa
     with pytest.raises(BundleError, match=r"is missing \(a test's\)") as caught:
         Bundle.open(tmp_path)
     assert len(str(caught.value)) < 500
->>>>>>> w-bombs
