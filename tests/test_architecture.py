@@ -18,7 +18,7 @@ LAYERS = (
     ("quotation",),
     ("errors",),
     ("text_files",),
-    ("extras", "field_types", "graph", "json_text", "precision", "progress"),
+    ("extras", "field_types", "graph", "json_text", "pinned_folder", "precision", "progress"),
     ("bundle",),
     ("staging", "graph_files", "engines"),
     ("runtime", "passes"),
@@ -28,6 +28,7 @@ LAYERS = (
     ("verify",),
     ("export", "quantize", "generate_graph", "trt", "bench"),  # the stages
     ("cli",),
+    ("__main__",),
 )
 RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 

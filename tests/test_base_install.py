@@ -156,3 +156,116 @@ def test_decoding_a_bundle_loads_neither_torch_nor_onnx(tiny_bundle: Path) -> No
     done = run(sys.executable, "-c", script, tiny_bundle)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) & (HEAVY | {"click"}) == {"onnxruntime"}
+
+
+WITHOUT = """
+import json, sys
+from click.testing import CliRunner
+
+hidden, commands = map(json.loads, sys.argv[1:])
+
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in hidden:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Hidden())
+from tfm_export.cli import cli
+
+results = [CliRunner().invoke(cli, command) for command in commands]
+print(json.dumps([[r.exit_code, r.stderr, r.stdout, repr(r.exception)] for r in results]))
+"""
+OTHER_EXTRAS = [
+    *("torch", "onnx", "onnxscript", "onnx_ir", "safetensors", "ml_dtypes", "sacrebleu", "tokenizers"),
+    *("sentencepiece", "subword_nmt", "tensorrt", "tensorrt_rtx", "polygraphy", "cuda", "matplotlib", "psutil"),
+]
+
+
+def run_without(hidden: list[str], commands: list[list[str]]) -> list[tuple[int, str, str, str]]:
+    """Exit codes, errors, outputs and exceptions of commands where some libraries are not installed."""
+    done = run(sys.executable, "-c", WITHOUT, json.dumps(hidden), json.dumps(commands), cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return [tuple(result) for result in json.loads(done.stdout)]
+
+
+def test_with_the_extra_cpu_alone_every_command_works_or_says_what_it_lacks(
+    tiny_bundle: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    bundle, checkpoint, pairs = str(tiny_bundle), str(tiny_checkpoint), str(tmp_path / "pairs.tsv")
+    Path(pairs).write_text("hello\tp1\n")
+    lacks = {
+        ("onnx", checkpoint): ("torch", "export"),
+        ("quantize", bundle, "--w8"): ("onnx", "quantize"),
+        ("generate-graph", bundle): ("onnx", "quantize"),
+        ("trt", bundle): ("onnx", "rtx"),
+        ("verify", bundle): ("onnx", "quantize"),
+        ("verify", bundle, "--expect", pairs): ("onnx", "quantize"),
+        ("verify", bundle, "--checkpoint", checkpoint): ("onnx", "export"),
+        ("run", bundle, "hello", "--attention", str(tmp_path / "a.png")): ("matplotlib", "plot"),
+        ("bench", bundle, "--plot", str(tmp_path / "speed.png")): ("matplotlib", "plot"),
+        ("inspect", checkpoint): ("torch", "export"),
+    }
+    works = [["run", bundle, "hello"], ["inspect", bundle], ["doctor"], ["doctor", bundle], ["completion", "bash"]]
+    results = run_without(OTHER_EXTRAS, [*map(list, lacks), *works])
+    for (command, (library, extra)), (code, error, output, problem) in zip(lacks.items(), results, strict=False):
+        told = f"Error: {library} is not installed\nTry: pip install 'tfm-export[{extra}]'\n"
+        assert (command, code, error, output) == (command, 1, told, ""), problem
+    for command, (code, _, output, problem) in zip(works, results[len(lacks) :], strict=True):
+        assert (command, code) == (command, 0), problem
+        assert output
+    assert {*COMMANDS} == {command[0] for command in [*lacks, *works]}
+
+
+def test_a_part_of_an_extra_that_is_missing_is_told(tiny_bundle: Path, tiny_checkpoint: Path) -> None:
+    bundle, checkpoint = str(tiny_bundle), str(tiny_checkpoint)
+    commands = [["onnx", checkpoint], ["verify", bundle, "--checkpoint", checkpoint], ["inspect", checkpoint]]
+    for _, error, _, problem in run_without(["safetensors"], commands):
+        assert error == "Error: safetensors is not installed\nTry: pip install 'tfm-export[export]'\n", problem
+
+
+WATCHED = """
+import os, sys
+from pathlib import Path
+import tfm_export
+
+with tfm_export.load(sys.argv[1], threads=1) as model:
+    model.generate("hello", beam_size=1)
+    descriptors = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")[:-1]]
+    print([name for name in descriptors if name.startswith("socket:")], os.environ["ORT_DISABLE_TELEMETRY"])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what a process has open is read from /proc")
+@pytest.mark.parametrize("chosen", [None, "0"], ids=["by_default", "if_it_is_chosen"])
+def test_loading_and_decoding_write_nothing_and_open_no_socket(
+    tiny_bundle: Path, tmp_path: Path, chosen: str | None
+) -> None:
+    """ONNX Runtime's telemetry starts with its import, unless it is told before."""
+    home, temporary = tmp_path / "home", tmp_path / "temporary"
+    home.mkdir()
+    temporary.mkdir()
+    places = {"HOME": str(home), "TMPDIR": str(temporary), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ORT_", "XDG_"))}
+    environment = {**kept, **places, **({} if chosen is None else {"ORT_DISABLE_TELEMETRY": chosen})}
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, tiny_bundle],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=home,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"[] {chosen or '1'}\n"
+    if chosen is None:
+        assert [*tmp_path.rglob("*")] == [home, temporary]
+    else:  # which this test would see, if it came back
+        assert [*home.rglob("*.onnxruntime")]
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = run(sys.executable, "-m", "tfm_export", "--help", cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Usage: tfm-export ")

@@ -229,11 +229,10 @@ def test_what_this_user_may_not_read_is_told(tmp_path: Path, monkeypatch: pytest
         Bundle.open(tmp_path / "b")
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "link"])
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "onnx/../../outside"])
 def test_files_outside_the_bundle_are_refused(tmp_path: Path, name: str) -> None:
     bundle = make_bundle(tmp_path / "b")
     (tmp_path / "outside").write_text("secret")
-    os.symlink(tmp_path / "outside", tmp_path / "b" / "link")
     state = json.loads(bundle.manifest.to_json())
     altered_manifest(tmp_path / "b", files={name: state["files"]["golden.jsonl"]})
     with pytest.raises(BundleError, match="outside the bundle"):

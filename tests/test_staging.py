@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -307,3 +309,48 @@ def test_what_a_killed_writer_left_of_a_file_goes_with_the_next_one(path: Path) 
     assert sorted(p.name for p in (path / "onnx/w8").iterdir()) == ["generate.onnx", "graph.onnx"]
     assert (path / GRAPH).read_text() == "next"
     Bundle.open(path)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/nowhere/calibration.txt"),
+        PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/root/lines.txt"),
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/elsewhere/file"),  # full, but not the bundle's disk
+        ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)),
+        BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),  # as a fork fails
+        OSError("a library's own words"),
+    ],
+    ids=lambda problem: type(problem).__name__,
+)
+def test_errors_of_something_else_are_not_told_as_a_failed_write(path: Path, problem: OSError) -> None:
+    before = tree(path)
+
+    def fail() -> None:
+        with new_part(Bundle.open(path), "onnx/w8", force=False, forget=lambda manifest: manifest):
+            raise problem
+
+    with pytest.raises(OSError, match=str(problem).replace("[", r"\[")) as raised:
+        fail()
+    assert raised.value is problem
+    assert tree(path) == before
+
+
+def test_a_full_disk_is_told_as_one_and_other_failed_writes_by_their_own_words(path: Path) -> None:
+    def fail(problem: Callable[[Path], OSError]) -> str:
+        def write() -> None:
+            with new_part(Bundle.open(path), "onnx/w8", force=False, forget=lambda manifest: manifest) as part:
+                raise problem(part.path)
+
+        with pytest.raises(BundleError) as raised:
+            write()
+        return str(raised.value)
+
+    full = fail(lambda _: OSError(errno.ENOSPC, "No space left on device"))
+    assert "No space left on device" in full
+    assert "MB free there" in full
+    assert "Try: make room, or copy the bundle to another disk" in full
+    refused = fail(lambda folder: PermissionError(errno.EACCES, "Permission denied", str(folder / "encoder.onnx")))
+    assert "Permission denied" in refused
+    assert "MB free" not in refused
+    assert "Try: copy the bundle to another disk" in refused

@@ -26,6 +26,7 @@ from tfm_export.errors import BundleError
 from tfm_export.field_types import fact_problems, field_problems
 from tfm_export.graph import Dimensions
 from tfm_export.json_text import parse_json
+from tfm_export.pinned_folder import stamp
 from tfm_export.precision import PRECISIONS
 from tfm_export.quotation import quote, shorten
 from tfm_export.text_files import read_text
@@ -314,29 +315,40 @@ class Bundle:
     Attributes:
         path: its folder.
         manifest: what bundle.json says.
+        folder: where its files are read: another path to the same folder while a model is loaded.
+        stamps: of the files that were checked while a model is loaded, by name; see `tfm_export.pinned_folder`.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.manifest = path, manifest
+    def __init__(self, path: Path, manifest: Manifest, *, folder: Path | None = None) -> None:
+        self.path, self.manifest, self.folder = path, manifest, folder or path
+        self.stamps: dict[str, tuple[int, ...]] = {}
 
     @classmethod
-    def open(cls, path: str | Path, *, check_hashes: bool = True, unchecked: str | None = None) -> Bundle:
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        check_hashes: bool = True,
+        unchecked: str | None = None,
+        folder: Path | None = None,
+    ) -> Bundle:
         """Read a bundle's manifest and check its files.
 
         Args:
             path: the folder.
             check_hashes: read every file and compare its hash; otherwise only presence and size are checked.
             unchecked: a folder in it, such as "engines", that is not used: whatever lies there will do.
+            folder: where to read, for a path that may come to lead elsewhere; see `tfm_export.pinned_folder`.
 
         Raises:
             BundleError: naming every file that is missing or altered.
         """
         path = Path(path)
-        manifest_path = path / MANIFEST
+        manifest_path, place = path / MANIFEST, (folder or path) / MANIFEST
         try:
-            if manifest_path.stat().st_size > MOST_BYTES:
+            if place.stat().st_size > MOST_BYTES:
                 raise BundleError(f"{manifest_path} has more than {MOST_BYTES:,} bytes: it is no manifest of a bundle")
-            text = read_text(manifest_path)
+            text = read_text(place)
         except (FileNotFoundError, NotADirectoryError):
             raise BundleError(
                 f"{path} is not a bundle: it has no {MANIFEST}", "tfm-export onnx CHECKPOINT makes one"
@@ -347,7 +359,7 @@ class Bundle:
             raise BundleError(
                 f"{manifest_path} cannot be read: {problem.strerror}", "let this user read the bundle"
             ) from problem
-        bundle = cls(path, Manifest.from_json(text, manifest_path))
+        bundle = cls(path, Manifest.from_json(text, manifest_path), folder=folder)
         names = [n for n in bundle.manifest.files if unchecked is None or not n.startswith(f"{unchecked}/")]
         bundle.check(names, hashes=check_hashes)
         return bundle
@@ -376,13 +388,17 @@ class Bundle:
         return "; ".join(rebuild_command(self.path, name, found) for name, found in facts.items() if found)
 
     def _problem_of(self, name: str, check_hash: bool) -> str | None:
-        entry, path = self.manifest.files[name], self.path / name
-        if not path.resolve().is_relative_to(self.path.resolve()):
+        entry, path = self.manifest.files[name], self.folder / name
+        # A link to a file elsewhere is fine: caches and volumes are made of links, and the hash tells what it leads to.
+        if Path(name).is_absolute() or Path(name).drive or ".." in Path(name).parts:
             return f"{name} points outside the bundle"
         if not path.is_file():
             return f"{name} is missing ({entry.purpose})"
-        if path.stat().st_size != entry.bytes:
-            return f"{name} should have {entry.bytes:,} bytes, but has {path.stat().st_size:,}"
+        status = path.stat()
+        if status.st_size != entry.bytes:
+            return f"{name} should have {entry.bytes:,} bytes, but has {status.st_size:,}"
+        if self.folder is not self.path:
+            self.stamps[name] = stamp(status)
         if not os.access(path, os.R_OK):
             return f"{name} cannot be read by this user"
         if check_hash and file_hash(path) != entry.sha256:

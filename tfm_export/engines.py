@@ -187,7 +187,7 @@ def read_engine(bundle: Bundle, name: str) -> EngineRecord:
         raise BundleError(f"{bundle.path} has no engine {quote(name)}; it has {found}", f"tfm-export trt {bundle.path}")
     path = bundle.path / ENGINES / name / ENGINE_FILE
     try:
-        record = EngineRecord.from_json(read_text(path), path)
+        record = EngineRecord.from_json(read_text(bundle.folder / ENGINES / name / ENGINE_FILE), path)
     except (OSError, UnicodeDecodeError) as problem:
         raise BundleError(f"{path} cannot be read: {problem}", f"tfm-export trt {bundle.path} --force") from None
     if problems := [*_foreign(bundle, name, record), *_stale(bundle, record), *_missing(bundle, record)]:
@@ -247,7 +247,10 @@ def _stale(bundle: Bundle, record: EngineRecord) -> Iterator[str]:
 
 def _missing(bundle: Bundle, record: EngineRecord) -> Iterator[str]:
     for plan, file in record.plans.items():
-        entry, path = bundle.manifest.files.get(f"{ENGINES}/{record.name}/{file}"), bundle.path / ENGINES / record.name
+        entry, path = (
+            bundle.manifest.files.get(f"{ENGINES}/{record.name}/{file}"),
+            bundle.folder / ENGINES / record.name,
+        )
         if entry is None or not (path / file).is_file():
             yield f"plans: {plan} is missing, it should be {file}"
         elif (path / file).stat().st_size != entry.bytes:

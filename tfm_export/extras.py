@@ -9,6 +9,7 @@ The base install has numpy and click alone. Call `require` before the first impo
 from __future__ import annotations
 
 import importlib
+import os
 from importlib import metadata
 from types import ModuleType
 
@@ -16,6 +17,7 @@ from tfm_export.errors import BackendUnavailable
 
 ONNXRUNTIME_DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu")
 ONNXRUNTIME_MINIMUM = (1, 25)  # the first release with TensorScatter, which writes the cache in place
+TELEMETRY = "ORT_DISABLE_TELEMETRY"  # read when the library is loaded: "1" for none, anything else for some
 
 
 def require(module: str, *, extra: str) -> ModuleType:
@@ -40,6 +42,9 @@ def require(module: str, *, extra: str) -> ModuleType:
 def require_onnxruntime() -> ModuleType:
     """Import ONNX Runtime, and make sure that there is one of it and that it is new enough.
 
+    Its telemetry is off, unless the environment variable ORT_DISABLE_TELEMETRY is set already, to 0: as soon as the
+    library is loaded, it would write a database and an id of the device below the home folder, and start to upload.
+
     Raises:
         BackendUnavailable: it is not installed, is older than 1.25, or onnxruntime and onnxruntime-gpu are both there.
     """
@@ -50,7 +55,11 @@ def require_onnxruntime() -> ModuleType:
             "the same files, so which one runs is chance",
             f"pip uninstall {' '.join(found)}, then pip install 'tfm-export[cpu]' or 'tfm-export[gpu]'",
         )
+    chosen = TELEMETRY in os.environ
+    os.environ.setdefault(TELEMETRY, "1")
     runtime = require("onnxruntime", extra="cpu")
+    if not chosen:
+        runtime.disable_telemetry_events()  # of a library that somebody else has loaded before; it does nothing else
     if _release(runtime.__version__) < ONNXRUNTIME_MINIMUM:
         name = next(iter(found), "onnxruntime")
         raise BackendUnavailable(

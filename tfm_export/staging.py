@@ -6,6 +6,7 @@ writes holds a lock on that, so that what a killed process left behind can be to
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import shutil
@@ -20,6 +21,7 @@ from tfm_export.bundle import MANIFEST, Bundle, FileEntry, Manifest
 from tfm_export.errors import BundleError
 
 NEW, OLD = ".new.", ".old."  # in the names of what is being written, and of what is being replaced
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a share of it, a file: all as large as they may be
 
 fcntl: Any
 try:
@@ -78,7 +80,7 @@ def new_bundle(path: Path, manifest: Manifest, *, force: bool) -> Iterator[Bundl
         BundleError: something is there now that may not be overwritten, or the disk is full.
     """
     path = path.resolve()  # a link stays, and what it points to is replaced
-    with _full_disk_told(path, "use another disk with -o"):
+    with _failed_writing_told(path, "use another disk with -o"):
         path.parent.mkdir(parents=True, exist_ok=True)
         _restore(path)  # before what killed processes left behind is removed
         with _staging(path, _empty_folder) as staging:
@@ -122,7 +124,7 @@ def new_part(bundle: Bundle, name: str, *, force: bool, forget: Callable[[Manife
         BundleError: the bundle has that part and may not lose it, cannot be written to, or the disk is full.
     """
     target = bundle.path.resolve() / name
-    with _full_disk_told(bundle.path, "copy the bundle to another disk"):
+    with _failed_writing_told(bundle.path, "copy the bundle to another disk"):
         target.parent.mkdir(exist_ok=True)
         _sweep(target.parent, "*")  # of all parts: nobody may ever want to replace the one that was being written
         with _staging(target, _empty_folder) as staging:
@@ -184,7 +186,7 @@ def new_file(bundle: Bundle, name: str, purpose: str, *, force: bool) -> Iterato
             to, or the disk is full.
     """
     target = bundle.path.resolve() / name
-    with _full_disk_told(bundle.path, "copy the bundle to another disk"), _staging(target, _empty_file) as staging:
+    with _failed_writing_told(bundle.path, "copy the bundle to another disk"), _staging(target, _empty_file) as staging:
         yield staging
         with _locked(bundle.path):
             current = Bundle.open(bundle.path, check_hashes=False)
@@ -226,13 +228,33 @@ def _has_part(bundle: Bundle, name: str) -> bool:
 
 
 @contextmanager
-def _full_disk_told(path: Path, hint: str) -> Iterator[None]:
+def _failed_writing_told(path: Path, hint: str) -> Iterator[None]:
+    """Tell what the system said of writing to `path` or beside it; errors of anything else are left as they are.
+
+    A full disk fails in `write`, whose errors name no file: one without a name counts as ours if it says so.
+    """
     try:
         yield
     except OSError as problem:
+        full = problem.errno in FULL
+        if not (_is_beside(problem.filename, path) if problem.filename else full):
+            raise
         place = path if path.is_dir() else path.parent
-        free = f" ({shutil.disk_usage(place).free / 1e6:,.0f} MB free there)" if place.is_dir() else ""
-        raise BundleError(f"{path} could not be written: {problem}{free}", f"make room, or {hint}") from problem
+        free = f" ({shutil.disk_usage(place).free / 1e6:,.0f} MB free there)" if full and place.is_dir() else ""
+        raise BundleError(
+            f"{path} could not be written: {problem}{free}", f"make room, or {hint}" if full else hint
+        ) from problem
+
+
+def _is_beside(file: Any, path: Path) -> bool:
+    """Whether an error's file is `path`, the folder around it, or in or beside `path` under a hidden name of ours."""
+    if not isinstance(file, str | bytes):  # a descriptor
+        return False
+    target, found = Path(os.path.realpath(path)), Path(os.path.realpath(os.fsdecode(file)))
+    ours = (f".{target.name}{NEW}", f".{target.name}{OLD}")
+    if found == target or target in found.parents or found in target.parents:
+        return True
+    return target.parent in found.parents and found.relative_to(target.parent).parts[0].startswith(ours)
 
 
 def _empty_folder(parent: Path, prefix: str) -> Path:

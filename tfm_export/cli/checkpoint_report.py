@@ -35,7 +35,8 @@ def print_checkpoint(
         CheckpointError: it is of no known format, or naming what does not fit; after all else was printed.
         ParityError: the user's own pairs do not come out as expected; after all else was printed.
     """
-    require("torch", extra="export")
+    for module in ("torch", "safetensors"):
+        require(module, extra="export")
     from tfm_export.checkpoints import inspect_checkpoint, read_adapter
 
     special: NamedSpecialIds | None

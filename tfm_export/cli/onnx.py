@@ -87,7 +87,7 @@ def command(
     """
     if attention_layer is not None and not attention:
         raise click.UsageError("--attention-layer has no effect without --attention")
-    for module in ("torch", "onnx", "onnxscript"):
+    for module in ("torch", "onnx", "onnxscript", "safetensors"):
         require(module, extra="export")
     require_onnxruntime()
     from tfm_export.export import export_bundle

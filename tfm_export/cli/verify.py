@@ -64,7 +64,7 @@ def command(
     if adapter is not None and checkpoint is None:
         raise click.UsageError("--adapter has no effect without --checkpoint")
     opened = Bundle.open(bundle)
-    require_onnxruntime()
+    _require(with_torch=checkpoint is not None)
     expectations = read_expectations(expect)
     source = None if checkpoint is None else _read(checkpoint, adapter, opened.manifest.model.get("settings"))
     reference = None if source is None else source.model
@@ -118,9 +118,15 @@ def command(
     _verdict(reports, source, gpu=gpu is not None)
 
 
+def _require(*, with_torch: bool) -> None:
+    """Make sure that what compares is installed."""
+    require_onnxruntime()
+    for module in ("onnx", "onnx_ir", *(("torch", "safetensors") if with_torch else ())):
+        require(module, extra="export" if with_torch else "quantize")
+
+
 def _read(checkpoint: Path, adapter: str | None, settings: dict[str, Any] | None) -> SourceModel:
     """The checkpoint as it was read when it was exported: what its file does not say was said then."""
-    require("torch", extra="export")
     from tfm_export.checkpoints import read_adapter, read_checkpoint
 
     if adapter is None:

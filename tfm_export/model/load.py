@@ -11,6 +11,7 @@ from tfm_export.graph import GENERATE
 from tfm_export.model.model import MAX_WAITING, Model
 from tfm_export.model.observer import Observer
 from tfm_export.model.requests import SPECIAL_TOKENS, SpecialTokens
+from tfm_export.pinned_folder import pinned_folder
 from tfm_export.runtime.backends import Backend, BackendChoice, DeviceName, backend_choices, open_backend
 from tfm_export.tokenizer import load_tokenizer
 
@@ -28,6 +29,7 @@ def load(
     workers: int | None = None,
     max_waiting: int = MAX_WAITING,
     observer: Observer | None = None,
+    copy: bool | None = None,
 ) -> Model:
     """Load a bundle on the first backend that runs here; `tfm_export.runtime.backends` has the order.
 
@@ -53,6 +55,8 @@ def load(
         workers: batches that `generate_async` decodes at the same time; None for as many as have CPUs of their own.
         max_waiting: sources that may wait for `generate_async`; more are refused with `Overloaded`.
         observer: told what `generate_async` does.
+        copy: for a CPU, read the weights into memory, where no change of their file reaches them. Otherwise those that
+            the CPU uses as they are in the file are mapped, which takes less memory. None copies up to 64 MB.
 
     Raises:
         BackendUnavailable: a library, a driver or a GPU is missing; it says which, and what to do.
@@ -61,14 +65,17 @@ def load(
     """
     if special_tokens not in SPECIAL_TOKENS:
         raise RequestError(f"special_tokens must be one of {', '.join(SPECIAL_TOKENS)}, found {special_tokens!r}")
-    bundle = Bundle.open(path, check_hashes=False)
-    if check_hashes:
-        ways = backend_choices(bundle, backend=backend, device=device, variant=variant, draft=draft)
-        bundle.check(_files_used(bundle, ways))
-    tokenizer = load_tokenizer(bundle)
-    chosen, step_model = open_backend(
-        bundle, backend=backend, device=device, variant=variant, draft=draft, threads=threads
-    )
+    path = Path(path)
+    with pinned_folder(path) as folder:
+        bundle = Bundle.open(path, check_hashes=False, folder=folder)
+        if check_hashes:
+            ways = backend_choices(bundle, backend=backend, device=device, variant=variant, draft=draft)
+            bundle.check(_files_used(bundle, ways))
+        tokenizer = load_tokenizer(bundle)
+        chosen, step_model = open_backend(
+            bundle, backend=backend, device=device, variant=variant, draft=draft, threads=threads, copy=copy
+        )
+        bundle.folder = bundle.path
     return Model(
         bundle,
         step_model,

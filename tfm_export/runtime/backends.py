@@ -21,6 +21,7 @@ from tfm_export.errors import BackendUnavailable, BundleError, RequestError, Tfm
 from tfm_export.extras import require_onnxruntime
 from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.cpu.saturation import saturation_note
+from tfm_export.runtime.cpu.variant_files import VariantFiles
 from tfm_export.runtime.gpu import cuda
 from tfm_export.runtime.speculative import SpeculativeModel
 from tfm_export.runtime.step_model import StepModel
@@ -86,8 +87,8 @@ class BackendChoice:
             for variant in self.variants:
                 check_kernels(bundle, variant, or_gpu=self.draft is None)
 
-    def open(self, bundle: Bundle, *, threads: int | None = None) -> StepModel:
-        """Load it; see `check`."""
+    def open(self, bundle: Bundle, *, threads: int | None = None, copy: bool | None = None) -> StepModel:
+        """Load it; see `check`, and `open_backend` for the arguments."""
         if self.engine is not None and self.gpu is not None:
             from tfm_export.runtime.gpu.tensorrt_model import TensorRTModel
 
@@ -95,11 +96,12 @@ class BackendChoice:
         if self.gpu is not None:
             from tfm_export.runtime.gpu.onnx_cuda import OnnxCudaModel
 
-            attending = functools.partial(attending_on_cpu, bundle, self.variant, threads)
+            files = VariantFiles(bundle, self.variant, copy=copy)
+            attending = functools.partial(attending_on_cpu, bundle, self.variant, threads, files=files)
             return OnnxCudaModel(bundle, variant=self.variant, device=self.gpu, attending=attending)
         from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 
-        model, *drafts = (OnnxModel(bundle, variant=variant, threads=threads) for variant in self.variants)
+        model, *drafts = (OnnxModel(bundle, variant=variant, threads=threads, copy=copy) for variant in self.variants)
         return SpeculativeModel(model, drafts[0], {bundle.manifest.special_ids.eos}) if drafts else model
 
 
@@ -111,6 +113,7 @@ def open_backend(
     variant: str | None = None,
     draft: str | None = None,
     threads: int | None = None,
+    copy: bool | None = None,
 ) -> tuple[BackendChoice, StepModel]:
     """Load a bundle on the first backend that runs here.
 
@@ -121,6 +124,7 @@ def open_backend(
         variant: the precision; see `backend_choices`.
         draft: the precision that guesses the next tokens; see `backend_choices`.
         threads: threads to compute with on the CPU; None for the CPUs this process may use.
+        copy: read the weights into memory on a CPU, instead of mapping them; None for what their size suggests.
 
     Returns:
         What was chosen, and the loaded model.
@@ -135,7 +139,7 @@ def open_backend(
     for choice in found:
         try:
             choice.check(bundle)
-            model = choice.open(bundle, threads=threads)
+            model = choice.open(bundle, threads=threads, copy=copy)
         except (BackendUnavailable, BundleError) as problem:
             if isinstance(problem, BundleError) and choice.engine is None:
                 raise  # a damaged graph is no reason to take another
@@ -146,8 +150,16 @@ def open_backend(
     raise _unavailable(passed)
 
 
-def attending_on_cpu(bundle: Bundle, variant: str, threads: int | None = None) -> StepModel:
+def attending_on_cpu(
+    bundle: Bundle, variant: str, threads: int | None = None, *, files: VariantFiles | None = None
+) -> StepModel:
     """A variant with steps that give attention, on the CPU: for a GPU, which has no graph for it; much slower.
+
+    Args:
+        bundle: an open bundle.
+        variant: one that it has.
+        threads: threads to compute with; None for the CPUs this process may use.
+        files: of the variant, as they were when it was loaded; None for what they are now.
 
     Raises:
         BackendUnavailable: the CPU cannot run this variant.
@@ -156,7 +168,7 @@ def attending_on_cpu(bundle: Bundle, variant: str, threads: int | None = None) -
     from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 
     LOG.info("what needs attention weights is decoded on the CPU")
-    with closing(OnnxModel(bundle, variant=variant, threads=threads)) as model:
+    with closing(OnnxModel(bundle, variant=variant, threads=threads, files=files)) as model:
         return model.with_attention()
 
 

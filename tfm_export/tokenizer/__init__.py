@@ -103,7 +103,7 @@ def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
         return None
     path = bundle.path / FILE
     try:
-        state = parse_json(path.read_bytes())
+        state = parse_json((bundle.folder / FILE).read_bytes())
         kind = state["kind"]
     except (ValueError, TypeError, KeyError) as problem:
         raise BundleError(f"{path} does not describe a tokenizer: {problem}", "export the bundle again") from None

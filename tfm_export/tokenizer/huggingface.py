@@ -193,7 +193,7 @@ def load(state: dict[str, Any], bundle: Bundle) -> HuggingFaceTokenizer:  # noqa
 
     path = bundle.path / FILE
     with _told(BundleError, f"{path} is no tokenizer"):
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_buffer((bundle.folder / FILE).read_bytes())
     dimensions = bundle.manifest.dimensions
     size = min(dimensions.source_vocabulary_size, dimensions.target_vocabulary_size)
     with _told(BundleError, f"{path} has no vocabulary"):

@@ -181,7 +181,9 @@ def load(state: dict[str, Any], bundle: Bundle) -> VocabularyTokenizer:
             tokens=tuple(state[name]["tokens"]),
             split="pieces",
             lowercase=False,
-            splitter=_splitter(state[name], bundle.path / TOKENIZER, language_codes=bool(state.get("language_codes"))),
+            splitter=_splitter(
+                state[name], bundle.folder / TOKENIZER, language_codes=bool(state.get("language_codes"))
+            ),
         )
         for name in sizes
     )

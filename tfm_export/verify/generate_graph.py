@@ -17,6 +17,7 @@ from tfm_export.precision import PRECISIONS
 from tfm_export.progress import Progress
 from tfm_export.runtime.cpu.onnx_runtime import OnnxModel, load_session
 from tfm_export.runtime.cpu.saturation import one_session_has_both
+from tfm_export.runtime.cpu.variant_files import VariantFiles
 from tfm_export.runtime.onnx_sessions import run_feeds
 from tfm_export.runtime.threads import threads_to_use
 from tfm_export.verify.golden import Golden, compare_search, read_golden
@@ -43,9 +44,11 @@ class GenerateModel:
 
     def __init__(self, path: Path, bundle: Bundle, variant: str, *, threads: int | None = None) -> None:
         wide_sums = False if one_session_has_both(bundle, variant) else None
+        files = VariantFiles(bundle, variant, folder=path.parent, graphs=[path.name], copy=False)
         self._session = load_session(
-            path, generate_inputs(), generate_outputs(), threads_to_use(threads), wide_sums=wide_sums
+            files, path.name, generate_inputs(), generate_outputs(), threads_to_use(threads), wide_sums=wide_sums
         )
+        files.close()
         self._limits, self._special = bundle.manifest.limits, bundle.manifest.special_ids
 
     def decode(

@@ -135,7 +135,7 @@ def test_sums_are_wide_where_the_graph_and_the_processor_need_it(
     variants: Path, monkeypatch: pytest.MonkeyPatch, processor: CpuFeatures, variant: str, file: str, wide: bool
 ) -> None:
     monkeypatch.setattr(saturation, "cpu_features", lambda: processor)
-    assert needs_wide_sums(variants / f"onnx/{variant}/{file}.onnx") is wide
+    assert needs_wide_sums((variants / f"onnx/{variant}/{file}.onnx").read_bytes()) is wide
     asked: list[bool] = []
     options = onnx_sessions.session_options
 

@@ -33,6 +33,7 @@ from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.checks import check_encode, check_finite, check_step_arrays, check_steps, step_problems
 from tfm_export.runtime.cpu.host_memory import HostMemory, HostPool
 from tfm_export.runtime.cpu.saturation import needs_wide_sums
+from tfm_export.runtime.cpu.variant_files import VariantFiles
 from tfm_export.runtime.onnx_sessions import check_form, run_bound, session_options
 from tfm_export.runtime.step_model import Capabilities, Floats, Ids, Mask, Sentences, StepModel, StepOutput, Until
 from tfm_export.runtime.threads import threads_to_use
@@ -59,6 +60,8 @@ class OnnxModel(StepModel):
         threads: int | None = None,
         folder: Path | None = None,
         exact: bool = False,
+        copy: bool | None = None,
+        files: VariantFiles | None = None,
     ) -> None:
         """Load the two graphs of a variant.
 
@@ -69,6 +72,8 @@ class OnnxModel(StepModel):
             folder: where the graphs are, for a variant that is not part of the bundle yet.
             exact: compute with the numbers that the files of a quantised variant hold, in float32: slower, and weights
                 take the memory of fp32. Otherwise ONNX Runtime also rounds the activations of w8 and w4 to 8 bits.
+            copy: read the weights into memory instead of mapping them; None for what their size suggests.
+            files: of the variant, as they were when it was loaded on a GPU.
 
         Raises:
             BackendUnavailable: the CPU provider has no kernels for the variant's numbers.
@@ -76,12 +81,14 @@ class OnnxModel(StepModel):
             RequestError: threads is less than 1 or more than can be started.
         """
         threads = threads_to_use(threads)
-        folder = folder or bundle.variant_path(variant)
+        if folder is None:
+            bundle.variant_path(variant)
         check_kernels(bundle, variant)
         self.dimensions, self.limits = bundle.manifest.dimensions, bundle.manifest.limits
         self._pools = HostPool(), HostPool()
         self.capabilities = Capabilities(offers_attention=True, steps_greedily=True, packs=True, threads=threads)
-        self.float_type, self._folder = PRECISIONS[variant].float_type, folder
+        self.float_type = PRECISIONS[variant].float_type
+        self._files = files or VariantFiles(bundle, variant, folder=folder, copy=copy)
         self._threads, self._exact = threads, exact
         outputs = encoder_outputs(self.dimensions, self.float_type)
         self._encoder: InferenceSession | None = self._load(ENCODER, encoder_inputs(), outputs)
@@ -90,7 +97,7 @@ class OnnxModel(StepModel):
         self._decoder_step: InferenceSession | None = self._load(DECODER_STEP, inputs, outputs)
 
     def _load(self, name: str, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> InferenceSession:
-        return load_session(self._folder / name, inputs, outputs, self._threads, exact=self._exact)
+        return load_session(self._files, name, inputs, outputs, self._threads, exact=self._exact)
 
     def with_attention(self) -> OnnxModel:
         """A copy whose steps give attention; slower. The two share the encoder.
@@ -101,7 +108,7 @@ class OnnxModel(StepModel):
         """
         if self._encoder is None:
             raise RequestError("the model is closed", "load the bundle again")
-        if not (self._folder / DECODER_STEP_ATTENTION).is_file():
+        if DECODER_STEP_ATTENTION not in self._files:
             raise RequestError(
                 f"the bundle has no {DECODER_STEP_ATTENTION}, so its steps cannot give attention",
                 "tfm-export onnx CHECKPOINT --attention",
@@ -130,8 +137,9 @@ class OnnxModel(StepModel):
         return OnnxSentences(decoder_step, memory, self.limits, self.capabilities.gives_attention)
 
     def close(self) -> None:
-        """Let go of the sessions and of memory; what batches still need goes with the last of them."""
+        """Let go of the sessions, of files and of memory; what batches still need goes with the last of them."""
         self._encoder = self._decoder_step = None
+        self._files.close()
         for pool in self._pools:
             pool.close()
 
@@ -330,7 +338,8 @@ def check_kernels(bundle: Bundle, variant: str, *, or_gpu: bool = True) -> None:
 
 
 def load_session(
-    path: Path,
+    files: VariantFiles,
+    name: str,
     inputs: list[TensorSpec],
     outputs: list[TensorSpec],
     threads: int,
@@ -341,7 +350,8 @@ def load_session(
     """Load a graph and compare its inputs and outputs with the table; see `OnnxModel` for the other arguments.
 
     Args:
-        path: of the graph.
+        files: of its variant.
+        name: of the graph.
         inputs: that the table has.
         outputs: that the table has.
         threads: threads an operator may use.
@@ -351,10 +361,16 @@ def load_session(
     Raises:
         BundleError: it does not load, or they differ.
     """
+    path = files.folder / name
     try:
-        wide = needs_wide_sums(path) if wide_sums is None else wide_sums
+        graph = files.graph(name)
+        wide = needs_wide_sums(graph) if wide_sums is None else wide_sums
         options = session_options(threads, exact=exact, wide_sums=wide)
-        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        kept = files.give_weights(options)
+        session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+        del kept
+    except BundleError:
+        raise
     except Exception as problem:  # its exceptions have no base class of their own
         raise BundleError(
             f"{path} cannot be loaded by ONNX Runtime {onnxruntime.__version__}: {problem}", "export the bundle again"

@@ -9,7 +9,6 @@ numbers as everywhere else, but slower. So a variant gives the same numbers wher
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 from tfm_export.bundle import Bundle
 from tfm_export.graph import GENERATE
@@ -19,16 +18,16 @@ from tfm_export.runtime.cpu.processor import cpu_features
 _QUANTIZES_ACTIVATIONS = b"QuantizeLinear"
 
 
-def needs_wide_sums(path: Path) -> bool:
+def needs_wide_sums(graph: bytes) -> bool:
     """Whether this processor would cut off sums of a graph's products, were they not computed in 32 bits.
 
     The graph itself decides, not the manifest: bundles of old do not record the range of weights. ONNX Runtime looks
     at the weights and leaves those of 7 bits to the faster instructions.
 
     Args:
-        path: the file of the graph; its weights are beside it.
+        graph: the contents of its file.
     """
-    return cpu_features().saturates and _QUANTIZES_ACTIVATIONS in path.read_bytes()
+    return cpu_features().saturates and _QUANTIZES_ACTIVATIONS in graph
 
 
 def multiplies_8_bits(bundle: Bundle, variant: str) -> bool:

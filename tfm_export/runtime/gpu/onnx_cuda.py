@@ -69,7 +69,8 @@ class OnnxCudaModel(DeviceModel):
             BundleError: the bundle has no such variant, or a graph does not load or is not of the expected form.
             RequestError: workers is less than 1.
         """
-        folder = bundle.variant_path(variant)
+        bundle.variant_path(variant)
+        folder = bundle.folder / "onnx" / variant
         check_cuda_provider(device, variant=variant)
         try:
             super().__init__(_load(bundle, folder, PRECISIONS[variant], device), workers)

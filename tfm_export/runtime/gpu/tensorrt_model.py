@@ -75,12 +75,12 @@ def _load(bundle: Bundle, record: EngineRecord, library: Library, gpu: Gpu) -> D
     """Load every plan of an engine."""
     dimensions, limits, kind = bundle.manifest.dimensions, bundle.manifest.limits, record.float_type
     padded = replace(dimensions, head_size=record.head_size_padded)
-    folder = bundle.path / ENGINES / record.name
+    folder, home = (path / ENGINES / record.name for path in (bundle.folder, bundle.path))
     with ExitStack() as undo:
 
         def load(name: str, inputs: list[TensorSpec], outputs: list[TensorSpec], capacity: int | None = None) -> Plan:
             path = folder / record.plans[name]
-            cache = RuntimeCacheFile(path, gpu.device, library.version) if library.compiles else None
+            cache = RuntimeCacheFile(home / path.name, gpu.device, library.version) if library.compiles else None
             plan = Plan(library, path, inputs, outputs, capacity=capacity, cache=cache)
             undo.callback(plan.close)
             return plan
