@@ -5,6 +5,7 @@ Nothing is fetched, no code of the folder is run, and pickles may hold weights o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -74,7 +75,8 @@ class TransformersFolder:
     def encode(self, text: str) -> list[int]:
         """The ids of a source text."""
         assert self.tokenizer is not None, "there is a tokenizer"
-        ids: list[int] = self.tokenizer(text)["input_ids"]
+        with _quiet():
+            ids: list[int] = self.tokenizer(text)["input_ids"]
         return ids
 
     def decode(self, tokens: Sequence[int], *, clean: bool | None = None) -> str:
@@ -86,7 +88,8 @@ class TransformersFolder:
         """
         assert self.tokenizer is not None, "there is a tokenizer"
         options = {} if clean is None else {"clean_up_tokenization_spaces": clean}
-        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True, **options)
+        with _quiet():
+            text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True, **options)
         return text
 
     def generate(self, ids: Sequence[int]) -> list[int]:
@@ -209,7 +212,7 @@ def _library() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what transformers logs and draws out of the command's output."""
+    """Keep what transformers logs, draws and warns of out of the command's output."""
     from transformers import utils
 
     logging: Any = utils.logging
@@ -217,7 +220,9 @@ def _quiet() -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.set_verbosity(level)
         if bars:
