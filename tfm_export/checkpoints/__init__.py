@@ -13,6 +13,7 @@ from tfm_export.checkpoints.partial import Fact, PartialCheckpoint
 from tfm_export.checkpoints.recognise import recognise_checkpoint
 from tfm_export.checkpoints.settings import check_settings, read_settings
 from tfm_export.checkpoints.source_model import SourceModel
+from tfm_export.checkpoints.told import settings_of
 
 __all__ = [
     "Adapter",
@@ -28,6 +29,7 @@ __all__ = [
     "read_checkpoint",
     "read_settings",
     "read_weights",
+    "settings_of",
     "slot_positions",
 ]
 

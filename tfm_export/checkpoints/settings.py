@@ -22,6 +22,7 @@ CHOICES = {
     "source_split": ("characters", "words"),
     "target_split": ("characters", "words"),
 }
+FILES = ("source_dictionary", "target_dictionary", "source_subwords", "target_subwords")
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((int,), "an integer"),
     "float": ((int, float), "a number"),
@@ -124,12 +125,13 @@ def check_settings(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings in a JSON file.
+    """The settings in a JSON file; the files that it names by relative paths are beside it.
 
     Raises:
         CheckpointError: it is not such a file, or names or types do not fit.
     """
-    return check_settings(read_json(path), str(path))
+    settings = check_settings(read_json(path), str(path))
+    return {name: str(path.parent / value) if name in FILES else value for name, value in settings.items()}
 
 
 def setting_problem(name: str, value: Any) -> str | None:

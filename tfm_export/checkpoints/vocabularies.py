@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -316,7 +317,7 @@ def _bytes(path: Path, problems: list[str]) -> bytes:
         return path.read_bytes()
     except (OSError, ValueError) as problem:  # ValueError: a name that no disk can have
         why = problem.strerror if isinstance(problem, OSError) else problem
-        problems.append(f"{shorten(str(path))} cannot be read: {why}")
+        problems.append(f"{shorten(os.path.abspath(path))} cannot be read: {why}")
         return b""
 
 

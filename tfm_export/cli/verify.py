@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
@@ -66,7 +66,7 @@ def command(
     opened = Bundle.open(bundle)
     _require(with_torch=checkpoint is not None)
     expectations = read_expectations(expect)
-    source = None if checkpoint is None else _read(checkpoint, adapter, opened.manifest.model.get("settings"))
+    source = None if checkpoint is None else _read(checkpoint, adapter, opened)
     reference = None if source is None else source.model
     from tfm_export.verify import (
         PARITY,
@@ -125,10 +125,11 @@ def _require(*, with_torch: bool) -> None:
         require(module, extra="export" if with_torch else "quantize")
 
 
-def _read(checkpoint: Path, adapter: str | None, settings: dict[str, Any] | None) -> SourceModel:
+def _read(checkpoint: Path, adapter: str | None, bundle: Bundle) -> SourceModel:
     """The checkpoint as it was read when it was exported: what its file does not say was said then."""
-    from tfm_export.checkpoints import read_adapter, read_checkpoint
+    from tfm_export.checkpoints import read_adapter, read_checkpoint, settings_of
 
+    settings = settings_of(bundle)
     if adapter is None:
         return read_checkpoint(checkpoint, settings)
     return read_adapter(checkpoint, load_factory(adapter), settings)

@@ -71,8 +71,8 @@ class VariantFiles:
             self._loaded = os.fstat(self._descriptor)
             self._compare(WEIGHTS, self._loaded)
             self._copied = self._loaded.st_size <= COPIED_UP_TO if copy is None else copy
-            # For graphs that are loaded later: by then, the place may lead elsewhere.
-            self._home = Path(os.path.realpath(self._place))
+            # By the time when another graph is loaded, the place may lead elsewhere. And the file there may be a link.
+            self._home = Path(os.path.realpath(self._place / WEIGHTS)).parent
 
     def __contains__(self, name: str) -> bool:
         """Whether there was such a graph."""
@@ -115,10 +115,13 @@ class VariantFiles:
             self._graphs, self._descriptor = {}, -1
 
     def _mappable(self) -> str | None:
-        """A folder whose file of weights is still the one that was opened, by a name that ONNX Runtime takes."""
+        """A folder whose file of weights is the one that was opened, if there is one that ONNX Runtime takes.
+
+        It takes no link to a file in another folder, and no name that is not UTF-8.
+        """
         for place in (self._place, self._home):
             try:
-                same = stamp(os.stat(place / WEIGHTS)) == stamp(self._loaded)
+                same = stamp(os.lstat(place / WEIGHTS)) == stamp(self._loaded)
                 str(place).encode()
             except (OSError, UnicodeEncodeError):
                 continue
