@@ -169,7 +169,9 @@ def test_what_is_different_is_shown(folder: Path, prove: Any, monkeypatch: pytes
     assert "at token 0 in transformers, 3 in the bundle" in first.in_words
 
 
-@pytest.mark.parametrize(("text", "note"), [("a , b", "clean_up_tokenization_spaces"), ("a <unk>", "unknown tokens")])
+@pytest.mark.parametrize(
+    ("text", "note"), [("a , b", "clean_up_tokenization_spaces"), ("a <unk>", "unknown tokens, languages")]
+)
 def test_texts_may_differ_as_documented(
     made: Path, prove: Any, monkeypatch: pytest.MonkeyPatch, text: str, note: str
 ) -> None:

@@ -75,12 +75,12 @@ def folder_tokenizer(files: Mapping[str, Path], config: TransformerConfig) -> tu
     """
     if "tokenizer.json" in files:
         return _own_tokenizer(files["tokenizer.json"], config)
+    said: list[str] = []
     if {"source.spm", "target.spm", "vocab.json"} <= files.keys():
         names = {
             "source": "vocab.json",
             "target": "target_vocab.json" if "target_vocab.json" in files else "vocab.json",
         }
-        said: list[str] = []
         tokens = {side: _by_id(files[name], side, _size(config, side), said) for side, name in names.items()}
         models = {side: files[f"{side}.spm"].read_bytes() for side in SIDES}
         return piece_files(models, tokens, language_codes=True), [*dict.fromkeys(said)]

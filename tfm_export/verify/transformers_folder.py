@@ -92,6 +92,12 @@ class TransformersFolder:
             text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True, **options)
         return text
 
+    def names(self, tokens: Sequence[int]) -> list[str]:
+        """The names of tokens."""
+        assert self.tokenizer is not None, "there is a tokenizer"
+        names: list[str] = self.tokenizer.convert_ids_to_tokens(list(tokens))
+        return names
+
     def generate(self, ids: Sequence[int]) -> list[int]:
         """The target of a source, without the start token, with the end token if it came.
 

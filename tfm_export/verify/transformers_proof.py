@@ -203,11 +203,21 @@ class _Comparison:
                 "bundle does not: texts were compared without that"
             )
             return True
-        known = [token for token in tokens if token != self._special.unk]
+        known = [token for token in tokens if self._is_ordinary(token)]
         if len(known) < len(tokens) and self._tokenizer.decode_target(known) == self._theirs.decode(known, clean=False):
-            self._note_once("unknown tokens are part of the bundle's texts, and not of transformers': left out of both")
+            self._note_once(
+                "unknown tokens, languages and rows without a token are not shown in texts as transformers shows them: "
+                "texts were compared without these"
+            )
             return True
         return False
+
+    def _is_ordinary(self, token: int) -> bool:
+        """Whether a token is part of texts, by the same name in both."""
+        assert self._tokenizer is not None, "texts are compared"
+        if token == self._special.unk or self._tokenizer.target_tokens([token]) != self._theirs.names([token]):
+            return False
+        return self._tokenizer.decode_target([token]) != ""
 
     def _note_once(self, note: str) -> None:
         if note not in self._theirs.notes:
