@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, NoReturn, Self, overload
+from weakref import WeakSet
 
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, Request, SettledToken, score
@@ -36,6 +39,8 @@ from tfm_export.tokenizer import Tokenizer
 
 Text = str | TextRequest
 Ids = Sequence[int] | Request
+_LOADED: WeakSet[Model] = WeakSet()  # what a forked process has to know of
+
 MAX_WAITING = 4096  # sources
 MOST_OPTIONS = 256  # that a model remembers
 
@@ -85,7 +90,9 @@ class Model:
             max_waiting=max_waiting,
             observer=Observers(*([] if observer is None else [observer])),
         )
+        self._forked = False
         weakref.finalize(self, self._scheduler.end)
+        _LOADED.add(self)
 
     # Text in, text out.
 
@@ -664,7 +671,7 @@ class Model:
         """The bundle's defaults for the options that were not given and do not contradict those that were."""
         generation = self.bundle.manifest.generation
         samples = given.get("sampling_topk", generation.options.get("sampling_topk", 1)) != 1
-        searches = given.get("sampling_topk") == 1 or given.get("beam_size", 1) > 1
+        searches = given.get("sampling_topk") == 1 or given.get("beam_size", 1) not in {1, None}
         defaults = {
             "max_decoding_length": generation.max_length,
             "beam_size": 1 if samples else generation.beam_size,
@@ -676,6 +683,20 @@ class Model:
     def _check_open(self) -> None:
         if self._closed:
             raise ModelClosed("the model is closed", "load the bundle again")
+        if self._forked and self.step_model.capabilities.threads != 1:
+            raise RequestError(
+                "the model was loaded before this process was forked, and its threads are in the other process",
+                "load the bundle in each process, after the fork; or load(threads=1), which has no threads",
+            )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a model cannot be copied or pickled: load the bundle in each process, with tfm_export.load")
+
+    def _after_fork(self) -> None:
+        """In a child: threads are gone, and what would wait for them must never be freed, not even at exit."""
+        self._forked = True
+        self._scheduler.begin_anew()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
 
 def check_stream(options: DecodeOptions) -> None:
@@ -702,3 +723,12 @@ def _workers(wanted: int | None, step_model: StepModel) -> int:
         return wanted
     threads = step_model.capabilities.threads
     return 1 if threads is None else max(1, usable_cpus() // threads)
+
+
+def _after_fork_in_child() -> None:
+    for model in [*_LOADED]:
+        model._after_fork()  # noqa: SLF001 (of this module)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

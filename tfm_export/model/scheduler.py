@@ -228,6 +228,13 @@ class Scheduler:
             if thread is not threading.current_thread():
                 thread.join(STEP_SECONDS)
 
+    def begin_anew(self) -> None:
+        """Forget all, in a process that was forked: the threads and who waited for them are in the other one."""
+        self._changed = threading.Condition()
+        self._inbox, self._waiting, self._deadlines = deque(), {}, []
+        self._cancellable, self._unanswered, self._threads = set(), set(), []
+        self._size = self._idle = 0
+
     # A worker.
 
     def _work(self) -> None:
