@@ -73,6 +73,7 @@ def folder_tokenizer(files: Mapping[str, Path], config: TransformerConfig) -> tu
     Raises:
         CheckpointError: a file is damaged, or has more tokens than the model.
     """
+    said: list[str] = []
     if "tokenizer.json" in files:
         return _own_tokenizer(files["tokenizer.json"], config)
     if {"source.spm", "target.spm", "vocab.json"} <= files.keys():
@@ -80,7 +81,6 @@ def folder_tokenizer(files: Mapping[str, Path], config: TransformerConfig) -> tu
             "source": "vocab.json",
             "target": "target_vocab.json" if "target_vocab.json" in files else "vocab.json",
         }
-        said: list[str] = []
         tokens = {side: _by_id(files[name], side, _size(config, side), said) for side, name in names.items()}
         models = {side: files[f"{side}.spm"].read_bytes() for side in SIDES}
         return piece_files(models, tokens, language_codes=True), [*dict.fromkeys(said)]
