@@ -180,6 +180,7 @@ print(json.dumps([[r.exit_code, r.stderr, r.stdout, repr(r.exception)] for r in 
 OTHER_EXTRAS = [
     *("torch", "onnx", "onnxscript", "onnx_ir", "safetensors", "ml_dtypes", "sacrebleu", "tokenizers"),
     *("sentencepiece", "subword_nmt", "tensorrt", "tensorrt_rtx", "polygraphy", "cuda", "matplotlib", "psutil"),
+    *("starlette", "uvicorn", "httptools", "uvloop", "prometheus_client"),
 ]
 
 
@@ -206,6 +207,7 @@ def test_with_the_extra_cpu_alone_every_command_works_or_says_what_it_lacks(
         ("run", bundle, "hello", "--attention", str(tmp_path / "a.png")): ("matplotlib", "plot"),
         ("bench", bundle, "--plot", str(tmp_path / "speed.png")): ("matplotlib", "plot"),
         ("inspect", checkpoint): ("torch", "export"),
+        ("serve", bundle): ("starlette", "serve"),
     }
     works = [["run", bundle, "hello"], ["inspect", bundle], ["doctor"], ["doctor", bundle], ["completion", "bash"]]
     results = run_without(OTHER_EXTRAS, [*map(list, lacks), *works])
