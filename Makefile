@@ -11,7 +11,7 @@ EXTRAS := cpu,export,quantize,tokenizers,rtx,serve,plot,train,bench,dev
 WORKERS := -n auto --dist worksteal --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-numeric test-all check package format bench docs javascript clean
+.PHONY: help demo test test-numeric test-all check package format bench docs javascript tritonclient clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,10 @@ gpu-check: $(INSTALLED) ## Test and measure on this machine's NVIDIA GPU; at mos
 
 docs: $(INSTALLED) ## Write docs/cli.md anew from the command line's help
 	@$(BIN)/python -m tfm_export.cli.reference docs/cli.md
+
+tritonclient: ## Install NVIDIA's client of inference servers beside the rest, so that its test runs
+	$(PYTHON) -m venv build/tritonclient
+	build/tritonclient/bin/pip install --quiet "tritonclient[http]==2.73.0"
 
 javascript: ## Install what the JavaScript examples need, so that their tests run; needs Node and npm
 	@for example in node web; do \

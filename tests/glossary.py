@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "ARCHITECTURE.md"
 NOUN = re.compile(r"^- `(\w+)` \(([\w/.]+)\): .", re.MULTILINE)
 ROOM = re.compile(r"^\| `tfm_export/((?:\w+/)*)` \| (.*) \|$", re.MULTILINE)
-TITLE, HEAD = "## Glossary", "| room | its other classes |\n|---|---|\n"
+TITLE, HEAD = "## Glossary", "| package | its other classes |\n|---|---|\n"
 
 
 def public_classes() -> list[tuple[str, str]]:

@@ -55,6 +55,7 @@ LIBRARIES = {
     "polygraphy": {"trt"},
     "cuda": GPU,
     "safetensors": {"checkpoints"},
+    "transformers": {"verify.transformers_folder"},
     "tokenizers": {"tokenizer"},
     "sentencepiece": {"tokenizer"},
     "subword_nmt": {"tokenizer"},

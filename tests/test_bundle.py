@@ -267,3 +267,13 @@ def test_special_ids_of_sources_are_written_where_they_differ(tmp_path: Path) ->
     wrong = text.replace('"eos": 3', '"eos": null')
     with pytest.raises(BundleError, match="sources need their eos, and have none"):
         Manifest.from_json(wrong, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["z" * 100_000, "a\0b"])
+def test_a_name_that_no_disk_can_have_is_missing(tiny_bundle: Path, tmp_path: Path, name: str) -> None:
+    state = json.loads((tiny_bundle / "bundle.json").read_text())
+    state["files"] = {name: {"sha256": "", "bytes": 1, "purpose": "a test's"}}
+    (tmp_path / "bundle.json").write_text(json.dumps(state))
+    with pytest.raises(BundleError, match=r"is missing \(a test's\)") as caught:
+        Bundle.open(tmp_path)
+    assert len(str(caught.value)) < 500

@@ -204,3 +204,27 @@ def test_a_graph_that_is_none_is_told(bundle: Bundle) -> None:
     (bundle.path / "onnx/fp32/encoder.onnx").write_bytes(b"no graph")
     with pytest.raises(BundleError, match=r"encoder\.onnx is not an ONNX model"):
         add_generate_graph(bundle)
+
+
+def test_defaults_that_it_would_ignore_are_refused_unless_they_are_named(bundle: Bundle) -> None:
+    """A forced first token and suppressed ones change the tokens; rules for beams do not."""
+    state = json.loads((bundle.path / "bundle.json").read_text())
+    options = {"compatibility": "huggingface", "early_stopping": True, "no_repeat_ngram_size": 0, "end_token": [2]}
+    state["generation"]["options"] = options
+    (bundle.path / "bundle.json").write_text(json.dumps(state))
+    assert stage.left_out(Bundle.open(bundle.path)) == {}
+    state["generation"]["options"] = {**options, "forced_bos": 7, "suppress_sequences": [[5]], "end_token": [2, 4]}
+    (bundle.path / "bundle.json").write_text(json.dumps(state))
+    changed, before = Bundle.open(bundle.path), tree(bundle.path)
+    with pytest.raises(RequestError) as raised:
+        add_generate_graph(changed, without=["forced_bos"], threads=1)
+    assert "knows nothing of the bundle's default suppress_sequences, [[5]]" in str(raised.value)
+    assert "--generate-without end_token --generate-without suppress_sequences" in str(raised.value)
+    assert tree(bundle.path) == before
+    with pytest.raises(RequestError, match="has no default 'seed' that could be left out"):
+        add_generate_graph(changed, without=["forced_bos", "suppress_sequences", "end_token", "seed"], threads=1)
+    report = add_generate_graph(changed, without=["forced_bos", "suppress_sequences", "end_token"], threads=1)
+    assert report is not None
+    assert report.notes[0] == "generate.onnx leaves out the bundle's default end_token"
+    purpose = changed.manifest.files[FILE].purpose
+    assert purpose.endswith("without the bundle's end_token, forced_bos, suppress_sequences")

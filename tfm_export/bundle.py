@@ -388,21 +388,21 @@ class Bundle:
         return "; ".join(rebuild_command(self.path, name, found) for name, found in facts.items() if found)
 
     def _problem_of(self, name: str, check_hash: bool) -> str | None:
-        entry, path = self.manifest.files[name], self.folder / name
+        entry, path, shown = self.manifest.files[name], self.folder / name, shorten(name)
         # A link to a file elsewhere is fine: caches and volumes are made of links, and the hash tells what it leads to.
         if Path(name).is_absolute() or Path(name).drive or ".." in Path(name).parts:
-            return f"{name} points outside the bundle"
-        if not path.is_file():
-            return f"{name} is missing ({entry.purpose})"
+            return f"{shown} points outside the bundle"
+        if not os.path.isfile(path):  # a name that no disk can have is no file; Path.is_file raises
+            return f"{shown} is missing ({shorten(entry.purpose)})"
         status = path.stat()
         if status.st_size != entry.bytes:
-            return f"{name} should have {entry.bytes:,} bytes, but has {status.st_size:,}"
+            return f"{shown} should have {entry.bytes:,} bytes, but has {status.st_size:,}"
         if self.folder is not self.path:
             self.stamps[name] = stamp(status)
         if not os.access(path, os.R_OK):
-            return f"{name} cannot be read by this user"
+            return f"{shown} cannot be read by this user"
         if check_hash and file_hash(path) != entry.sha256:
-            return f"{name} was altered: its SHA-256 is not the one in {MANIFEST}"
+            return f"{shown} was altered: its SHA-256 is not the one in {MANIFEST}"
         return None
 
     def variant_path(self, variant: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,19 @@ def test_a_folder_without_a_tokenizer_is_told() -> None:
     assert "takes ids, not texts" in said[0]
 
 
+def test_the_tokenizer_of_m2m_100_comes_along(tmp_path: Path) -> None:
+    """Languages are behind the tokens of vocab.json."""
+    (tmp_path / "sentencepiece.bpe.model").write_bytes(b"\0pieces")
+    (tmp_path / "vocab.json").write_text(json.dumps({"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}))
+    config = replace(CONFIG, source_vocabulary_size=104, target_vocabulary_size=104)
+    files, said = folder_tokenizer({path.name: path for path in tmp_path.iterdir()}, config)
+    assert json.loads(files["tokenizer.json"])["source"]["tokens"][3:6] == ["<unk>", "__af__", "__am__"]
+    assert said == []
+
+
 @pytest.mark.parametrize("name", ["sentencepiece.bpe.model", "spiece.model"])
 def test_a_folder_with_sentencepiece_alone_is_told(tmp_path: Path, name: str) -> None:
-    """vocab.json beside it, as M2M-100 has it, lacks the languages' ids."""
-    files, said = folder_tokenizer({name: tmp_path / name, "vocab.json": tmp_path / "vocab.json"}, CONFIG)
+    files, said = folder_tokenizer({name: tmp_path / name}, CONFIG)
     assert files == {}
     assert said[0].startswith(f"the folder has {name} and no tokenizer.json")
     assert "takes ids, not texts" in said[0]

@@ -137,7 +137,7 @@ def _special_ids(found: PartialCheckpoint, contents: Contents, generation: Gener
             "and all tokens after it another one; that is not supported"
         )
     unknown = _unknown_id(contents)
-    if unknown is not None and unknown in {found.value(name) for name in wanted} and "unk" not in found.settings:
+    if unknown is not None and unknown in [found.value(name) for name in wanted] and "unk" not in found.settings:
         found.notes.append(f"its tokenizer's unknown token is the special id {unknown} too: taken as none")
     elif unknown is not None:
         found.know("unk", unknown, "its tokenizer")

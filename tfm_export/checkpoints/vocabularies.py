@@ -76,6 +76,7 @@ def folder_tokenizer(files: Mapping[str, Path], config: TransformerConfig) -> tu
     said: list[str] = []
     if "tokenizer.json" in files:
         return _own_tokenizer(files["tokenizer.json"], config)
+    said: list[str] = []
     if {"source.spm", "target.spm", "vocab.json"} <= files.keys():
         names = {
             "source": "vocab.json",

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from tfm_export.bundle import Bundle
-from tfm_export.cli.options import bundle_argument, force_option, json_option, threads_option
+from tfm_export.cli.options import bundle_argument, force_option, generate_without_option, json_option, threads_option
 from tfm_export.cli.progress import Stopwatch
 from tfm_export.cli.reports import print_generations, size_text
 from tfm_export.extras import require, require_onnxruntime
@@ -19,10 +19,13 @@ from tfm_export.graph import GENERATE
 @click.option(
     "--variant", default="fp32", show_default=True, help="The precision, one of those that inspect lists, or auto."
 )
+@generate_without_option
 @force_option
 @threads_option
 @json_option
-def command(bundle: Path, variant: str, force: bool, threads: int | None, as_json: bool) -> None:
+def command(
+    bundle: Path, variant: str, generate_without: tuple[str, ...], force: bool, threads: int | None, as_json: bool
+) -> None:
     """Write generate.onnx into BUNDLE (./tfm_bundle): a graph of the whole greedy decoding, from ids to ids.
 
     With it, C++, Java, JavaScript or Rust decode greedily in one call of ONNX Runtime; see docs/any_language.md.
@@ -44,11 +47,15 @@ def command(bundle: Path, variant: str, force: bool, threads: int | None, as_jso
     from tfm_export.verify import reports_json
 
     with Stopwatch() as stopwatch:
-        report = add_generate_graph(opened, variant, threads=threads, force=force, progress=stopwatch.begin)
+        report = add_generate_graph(
+            opened, variant, without=generate_without, threads=threads, force=force, progress=stopwatch.begin
+        )
     assert report is not None
     if as_json:
         click.echo(reports_json([report]), nl=False)
         return
     entry = opened.manifest.files[name]
     click.echo(f"{bundle / name}: {entry.purpose}, {size_text(entry.bytes)}")
+    for note in report.notes:
+        click.echo(f"note: {note}")
     print_generations(report.generations, "synthetic inputs" if report.synthetic else "real inputs")

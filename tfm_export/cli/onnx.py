@@ -11,7 +11,7 @@ from tfm_export.bundle import DEFAULT_PATH
 from tfm_export.cli.checkpoint_adapter import adapter_option, load_factory
 from tfm_export.cli.checkpoint_options import checkpoint_options, given_settings
 from tfm_export.cli.expect import expect_option, read_expectations
-from tfm_export.cli.options import force_option, json_option
+from tfm_export.cli.options import force_option, generate_without_option, json_option
 from tfm_export.cli.progress import Stopwatch
 from tfm_export.cli.reports import print_files, print_reading, print_verdict
 from tfm_export.extras import require, require_onnxruntime
@@ -50,6 +50,7 @@ from tfm_export.text_files import read_texts
     is_flag=True,
     help="Also write generate.onnx: the whole greedy decoding in one call, for any language (see generate-graph).",
 )
+@generate_without_option
 @click.option("--no-verify", is_flag=True, help="Do not compare with PyTorch.")
 @checkpoint_options
 @adapter_option
@@ -65,6 +66,7 @@ def command(
     attention: bool,
     attention_layer: int | None,
     generate: bool,
+    generate_without: tuple[str, ...],
     no_verify: bool,
     force: bool,
     as_json: bool,
@@ -112,7 +114,9 @@ def command(
         if generate:
             from tfm_export.generate_graph import add_generate_graph
 
-            generated = add_generate_graph(bundle, verify=not no_verify, progress=stopwatch.begin)
+            generated = add_generate_graph(
+                bundle, without=generate_without, verify=not no_verify, progress=stopwatch.begin
+            )
     if as_json:
         click.echo(bundle.manifest.to_json(), nl=False)
         return

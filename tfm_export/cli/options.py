@@ -51,3 +51,10 @@ device_option = click.option(
     "--device", help="cpu, or the number of a GPU.  [default: the first GPU that can be used, else the CPU]"
 )
 """`device: str | None`."""
+
+generate_without_option = click.option(
+    "--generate-without",
+    metavar="KEY",
+    multiple=True,
+    help="A decoding default of the bundle, such as forced_bos, that generate.onnx may leave out; can be repeated.",
+)

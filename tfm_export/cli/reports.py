@@ -107,10 +107,12 @@ def _generation_text(comparison: GenerationComparison, kind: str) -> str:
         text += f", {len(comparison.ties)} ties (margin at most {largest:.1e})"
     if comparison.divergences and comparison.needed == 1:
         first = comparison.divergences[0]
-        text += (
-            f", {len(comparison.divergences)} diverge: first input {first.index} at token {first.step}, expected "
-            f"{first.expected}, found {first.found}, margin {first.margin:.1e}"
+        where = (
+            f": {first.detail}"
+            if first.detail
+            else (f" at token {first.step}, expected {first.expected}, found {first.found}, margin {first.margin:.1e}")
         )
+        text += f", {len(comparison.divergences)} diverge: first input {first.index}{where}"
     return text
 
 

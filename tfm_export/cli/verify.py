@@ -71,6 +71,7 @@ def command(
     from tfm_export.verify import (
         PARITY,
         PARITY_GPU,
+        add_transformers,
         explain_pairs,
         reports_json,
         verify_gpu,
@@ -96,6 +97,7 @@ def command(
                 )
                 for name in opened.manifest.variants
             ]
+            reports = add_transformers(opened, reports, source, progress=stopwatch.begin)
         if source is not None and expectations is not None:
             wrong = explain_pairs(opened, source, reports, expectations, progress=stopwatch.begin)
     for note in [*(_notes(opened) if gpu is None else []), *(f"not judged: {reason}" for reason in left_out)]:

@@ -29,6 +29,7 @@ from tfm_export.verify import (
     ParityReport,
     ReadingProof,
     adapter_hint,
+    add_transformers,
     golden_text,
     verify_variant,
     write_reports,
@@ -117,6 +118,7 @@ def export_bundle(
         bundle.manifest = replace(bundle.manifest, model={**bundle.manifest.model, "reading": _reading(source, known)})
         if verify:
             report = verify_variant(bundle, reference=source.model, expectations=expectations, progress=progress)
+            (report,) = add_transformers(bundle, [report], source, progress=progress)
             write_reports(bundle, [report])
             if not report.passed:
                 model = source.model
@@ -182,7 +184,7 @@ def _write_tokenizer(bundle: Bundle, source: SourceModel) -> None:
 
 def _reading(source: SourceModel, known: ExpectedComparison | None) -> dict[str, Any]:
     """What the manifest says of how the checkpoint was read."""
-    proven = {} if known is None else {"pairs": known.count, "with_log_probs": known.with_log_probs}
+    proven: dict[str, Any] = {} if known is None else {"pairs": known.count, "with_log_probs": known.with_log_probs}
     reading = ReadingProof(answers=source.answers, **proven)
     return {**asdict(reading), "verdict": reading.text()}
 

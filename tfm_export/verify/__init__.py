@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,6 +48,7 @@ from tfm_export.verify.report import (
 )
 
 if TYPE_CHECKING:
+    from tfm_export.checkpoints import SourceModel
     from tfm_export.verify.reference import Reference
     from tfm_export.verify.steps import StepsComparison
 
@@ -62,6 +63,7 @@ __all__ = [
     "ReadingProof",
     "TensorComparison",
     "adapter_hint",
+    "add_transformers",
     "compare_generate_graph",
     "compare_generations",
     "cpu_model",
@@ -182,6 +184,37 @@ def _expected(
         log_probs=precision.judged_by_number,
         needed=precision.agreement,
     )
+
+
+def add_transformers(
+    bundle: Bundle, reports: Sequence[ParityReport], source: SourceModel | None, *, progress: Progress = lambda _: None
+) -> list[ParityReport]:
+    """Put into the report on fp32 what transformers says, where a bundle was made of a folder of theirs.
+
+    Args:
+        bundle: an open bundle; if all passes, its manifest, in memory, tells that.
+        reports: on its variants.
+        source: the checkpoint, as it was read; None if it is not there.
+        progress: told what begins.
+    """
+    if source is None:
+        return [*reports]
+    from tfm_export.checkpoints import Adapter
+    from tfm_export.verify.transformers_proof import prove_with_transformers
+
+    proof = (
+        None if isinstance(source.model, Adapter) else prove_with_transformers(bundle, source.path, progress=progress)
+    )
+    if proof is None:
+        return [*reports]
+    joined = [proof.joined(report) if report.variant == "fp32" else report for report in reports]
+    if not proof.proven:
+        return joined
+    reading = replace(ReadingProof.of(bundle.manifest), transformers=proof.version, inputs=proof.proven)
+    told = {**asdict(reading), "verdict": reading.text()}
+    tools = {**bundle.manifest.tools, "transformers": proof.version}
+    bundle.manifest = replace(bundle.manifest, model={**bundle.manifest.model, "reading": told}, tools=tools)
+    return [replace(report, reading=reading.shown_by(report.expected).text()) for report in joined]
 
 
 def _steps(

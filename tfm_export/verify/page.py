@@ -78,7 +78,7 @@ def _divergences(comparison: GenerationComparison) -> str:
 
 def _divergence_row(d: Divergence, kind: str) -> list[str]:
     tokens = ["end" if token is None else str(token) for token in (d.expected, d.found)]
-    return [str(d.index), d.text or "", str(d.step), *tokens, f"{d.margin:.1e}", kind]
+    return [str(d.index), " ".join(filter(None, (d.text, d.detail))), str(d.step), *tokens, f"{d.margin:.1e}", kind]
 
 
 def _tensors(tensors: Iterable[TensorComparison], caption: str) -> str:

@@ -32,11 +32,15 @@ class ReadingProof:
     Attributes:
         pairs: of the user's own that came out as expected when the bundle was made.
         with_log_probs: of them, those with log-probabilities.
+        transformers: the version of transformers that gave the same for the folder; empty if none did.
+        inputs: for how many inputs it did.
         answers: the settings that the file does not tell, each with its value and where that comes from.
     """
 
     pairs: int = 0
     with_log_probs: int = 0
+    transformers: str = ""
+    inputs: int = 0
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
@@ -60,6 +64,10 @@ class ReadingProof:
         if self.pairs:
             known = f" ({self.with_log_probs} with log-probabilities)" if self.with_log_probs else ""
             return f"the reading is your model's on {self.pairs} of your own pairs{known}" + (
+                f"; answered, and right there: {rest}" if rest else ""
+            )
+        if self.transformers:
+            return f"proven: transformers {self.transformers} gives the same for the folder on {self.inputs} inputs" + (
                 f"; answered, and right there: {rest}" if rest else ""
             )
         proven = "proven: the graphs compute what this reading of the checkpoint computes; not proven: that this "

@@ -54,6 +54,7 @@ class Divergence:
         found: the token that came; None if it had ended.
         margin: greedy: between PyTorch's two best tokens at this step, in float64; beam: a token, between the
             two hypotheses or at the closest choice that PyTorch's search made.
+        detail: what is different, in words, where it is not a token of a generation.
     """
 
     index: int
@@ -62,6 +63,14 @@ class Divergence:
     expected: int | None
     found: int | None
     margin: float
+    detail: str = ""
+
+    @property
+    def in_words(self) -> str:
+        """What follows the name of the input."""
+        if self.detail:
+            return f": {self.detail}"
+        return f" diverges at token {self.step}: expected {self.expected}, found {self.found}, margin {self.margin:.2e}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +85,7 @@ class GenerationComparison:
         needed: the share that must be identical, ties counted as such.
         ties: the divergences at ties.
         divergences: the others.
+        hint: what to try if it is all that failed; empty for that of every generation.
     """
 
     name: str
@@ -85,6 +95,7 @@ class GenerationComparison:
     needed: float = 1.0
     ties: list[Divergence] = field(default_factory=list)
     divergences: list[Divergence] = field(default_factory=list)
+    hint: str = ""
 
     @property
     def passed(self) -> bool:
@@ -152,6 +163,9 @@ class ParityReport:
             return (
                 "tfm-export verify --checkpoint CHECKPOINT --expect FILE, which looks for settings that give the pairs"
             )
+        hints = {c.hint for c in self.generations if not c.passed}
+        if len(hints) == 1 and (hint := hints.pop()):
+            return hint
         return "tfm-export verify --checkpoint, which tells whether the graphs or what runs them is wrong"
 
     def problems(self) -> list[str]:
@@ -179,8 +193,7 @@ class ParityReport:
                     f"first of {len(comparison.divergences)} that diverge:"
                 )
             found += [
-                f"{comparison.name}: input {d.index}{'' if d.text is None else f' ({d.text!r})'} diverges at token "
-                f"{d.step}: expected {d.expected}, found {d.found}, margin {d.margin:.2e}"
+                f"{comparison.name}: input {d.index}{'' if d.text is None else f' ({d.text!r})'}{d.in_words}"
                 for d in comparison.divergences[: None if comparison.needed == 1 else 1]
             ]
         return [*found, *([] if self.expected is None else self.expected.problems())]
