@@ -17,7 +17,11 @@ from tests.once import Once
 from tfm_export.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
-HEAVY = {"torch", "onnx", "onnxruntime", "onnxscript", "onnx_ir", "tensorrt", "tensorrt_rtx", "polygraphy"}
+HEAVY = {"torch", "onnx", "onnxruntime", "onnxscript", "onnx_ir", "tensorrt", "tensorrt_rtx", "polygraphy"} | {
+    "starlette",
+    "uvicorn",
+    "prometheus_client",
+}
 
 # All modules but these import with the base install.
 NEED_AN_EXTRA = (
@@ -26,6 +30,7 @@ NEED_AN_EXTRA = (
     "tfm_export.graph_files",
     "tfm_export.passes",
     "tfm_export.quantize",
+    "tfm_export.serve",
     "tfm_export.trt",
     "tfm_export.checkpoints",
     "tfm_export.generate_graph",
@@ -234,7 +239,8 @@ import tfm_export
 
 with tfm_export.load(sys.argv[1], threads=1) as model:
     model.generate("hello", beam_size=1)
-    descriptors = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")[:-1]]
+    links = [Path("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
+    descriptors = [os.readlink(link) for link in links if link.is_symlink()]  # that of the listing itself is gone
     print([name for name in descriptors if name.startswith("socket:")], os.environ["ORT_DISABLE_TELEMETRY"])
 """
 

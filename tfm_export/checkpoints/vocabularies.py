@@ -73,7 +73,6 @@ def folder_tokenizer(files: Mapping[str, Path], config: TransformerConfig) -> tu
     Raises:
         CheckpointError: a file is damaged, or has more tokens than the model.
     """
-    said: list[str] = []
     if "tokenizer.json" in files:
         return _own_tokenizer(files["tokenizer.json"], config)
     said: list[str] = []
