@@ -18,7 +18,11 @@ from tests.once import Once
 from tfm_export.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
-HEAVY = {"torch", "onnx", "onnxruntime", "onnxscript", "onnx_ir", "tensorrt", "tensorrt_rtx", "polygraphy"}
+HEAVY = {"torch", "onnx", "onnxruntime", "onnxscript", "onnx_ir", "tensorrt", "tensorrt_rtx", "polygraphy"} | {
+    "starlette",
+    "uvicorn",
+    "prometheus_client",
+}
 
 # All modules but these import with the base install.
 NEED_AN_EXTRA = (
@@ -27,6 +31,7 @@ NEED_AN_EXTRA = (
     "tfm_export.graph_files",
     "tfm_export.passes",
     "tfm_export.quantize",
+    "tfm_export.serve",
     "tfm_export.trt",
     "tfm_export.checkpoints",
     "tfm_export.generate_graph",
@@ -181,6 +186,7 @@ print(json.dumps([[r.exit_code, r.stderr, r.stdout, repr(r.exception)] for r in 
 OTHER_EXTRAS = [
     *("torch", "onnx", "onnxscript", "onnx_ir", "safetensors", "ml_dtypes", "sacrebleu", "tokenizers"),
     *("sentencepiece", "subword_nmt", "tensorrt", "tensorrt_rtx", "polygraphy", "cuda", "matplotlib", "psutil"),
+    *("starlette", "uvicorn", "httptools", "uvloop", "prometheus_client"),
 ]
 
 
@@ -207,6 +213,7 @@ def test_with_the_extra_cpu_alone_every_command_works_or_says_what_it_lacks(
         ("run", bundle, "hello", "--attention", str(tmp_path / "a.png")): ("matplotlib", "plot"),
         ("bench", bundle, "--plot", str(tmp_path / "speed.png")): ("matplotlib", "plot"),
         ("inspect", checkpoint): ("torch", "export"),
+        ("serve", bundle): ("starlette", "serve"),
     }
     works = [["run", bundle, "hello"], ["inspect", bundle], ["doctor"], ["doctor", bundle], ["completion", "bash"]]
     results = run_without(OTHER_EXTRAS, [*map(list, lacks), *works])
@@ -234,7 +241,8 @@ from tests import skips
 
 with tfm_export.load(sys.argv[1], threads=1) as model:
     model.generate("hello", beam_size=1)
-    descriptors = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")[:-1]]
+    links = [Path("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
+    descriptors = [os.readlink(link) for link in links if link.is_symlink()]  # that of the listing itself is gone
     print([name for name in descriptors if name.startswith("socket:")], os.environ["ORT_DISABLE_TELEMETRY"])
 """
 

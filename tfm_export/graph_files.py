@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from tfm_export.errors import BundleError
+from tfm_export.pinned_folder import pinned_folder
 from tfm_export.text_files import read_text
 
 # Smaller tensors stay inside the graph: runtimes fold shape constants only if they can see them.
@@ -54,7 +55,8 @@ def write_graph(model: ir.Model, path: Path, *, weights_inside: bool) -> None:
 
 def _write(model: ir.Model, path: Path) -> None:
     path.write_bytes(ir.serde.serialize_model(model).SerializeToString(deterministic=True))
-    onnx.checker.check_model(path)
+    with pinned_folder(path.parent) as folder:  # a name in UTF-8, which the checker wants
+        onnx.checker.check_model(folder / path.name)
     os.chmod(path, 0o644)  # readable by the user that the service runs as
 
 

@@ -13,6 +13,7 @@ from tfm_export.text_files import decode_text
 # Each list and object takes 56 to 64 bytes, of two in the text. Tokenizers with the most merges have a million.
 MOST_CONTAINERS = 4_000_000
 MOST_LEVELS = 100
+SURROGATE = re.compile("[\ud800-\udfff]")  # what Python has in the place of a byte that is not UTF-8
 LONE_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -38,6 +39,12 @@ def parse_json(text: str | bytes, *, object_pairs_hook: Callable[[list[tuple[str
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     return value
+
+
+def write_json(value: Any, *, indent: int) -> str:
+    """A value in JSON, for people and programs; names of files that are not UTF-8 come back from it as they were."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    return SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _check_levels(value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Reading the files of one folder, while its name may come to lead to another.
+"""Reading the files of one folder, while its name may come to lead to another; files whose names are not UTF-8.
 
 Services are updated by renaming folders and by flipping links. Whoever reads several files by name may then get some
 of the old folder and some of the new one.
@@ -34,6 +34,24 @@ def pinned_folder(path: Path) -> Iterator[Path]:
     try:
         link = Path(f"/proc/self/fd/{descriptor}")
         yield link if link.is_dir() else place
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def utf8_path(path: Path) -> Iterator[Path]:
+    """A path to the same file that libraries take which want UTF-8, as long as the block runs.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    if str(path).encode(errors="ignore").decode() == str(path):
+        yield path
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        link = Path(f"/proc/self/fd/{descriptor}")
+        yield link if link.exists() else path
     finally:
         os.close(descriptor)
 

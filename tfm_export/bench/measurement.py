@@ -16,6 +16,7 @@ from tfm_export.bundle import GOLDEN, Bundle
 from tfm_export.errors import BundleError, RequestError
 from tfm_export.precision import PRECISIONS
 from tfm_export.progress import Progress
+from tfm_export.quotation import printable
 from tfm_export.runtime.backends import backend_choices
 from tfm_export.runtime.threads import usable_cpus
 from tfm_export.verify import read_golden
@@ -109,7 +110,7 @@ def bench_bundle(bundle: Bundle, options: BenchOptions, progress: Progress) -> B
     return BenchResult(
         machine=describe(),
         work={
-            "bundle": str(bundle.path),
+            "bundle": printable(str(bundle.path)),
             "model": bundle.manifest.model.get("checkpoint"),
             "tokens": options.tokens,
             "rounds": options.rounds,

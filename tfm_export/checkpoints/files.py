@@ -24,6 +24,7 @@ from torch import Tensor
 from tfm_export.checkpoints.pickles import load_pickle, out_of_memory
 from tfm_export.errors import CheckpointError
 from tfm_export.json_text import parse_json, unique
+from tfm_export.pinned_folder import utf8_path
 from tfm_export.quotation import quote, shorten
 
 CONFIG = "config.json"
@@ -137,8 +138,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         _check_header(path)
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dictionary)
+        with utf8_path(path) as name, safe_open(name, framework="pt") as file:
+            return {tensor: file.get_tensor(tensor) for tensor in file.keys()}  # noqa: SIM118 (it is no dictionary)
     except MemoryError as problem:
         raise out_of_memory(path) from problem
     except (SafetensorError, ValueError, TypeError, OSError, RuntimeError) as problem:

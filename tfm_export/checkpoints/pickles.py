@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tfm_export.checkpoints.pickle_limits import LEAST_BYTES, MOST_LEVELS, MOST_TIMES_FILE, check_pickle
 from tfm_export.errors import CheckpointError
+from tfm_export.pinned_folder import utf8_path
 from tfm_export.quotation import shorten, shorten_all
 
 MOST_PICKLE_BYTES = 16_000_000  # of a pickle that is only looked at to name what it needs
@@ -190,7 +191,8 @@ def load_pickle(path: Path) -> Any:
             # What cannot be read is refused below, and quantised weights where they are used.
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
             warnings.filterwarnings("ignore", module=r"torch\._utils")
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
+            with utf8_path(path) as name:
+                state = torch.load(name, map_location="cpu", weights_only=True, mmap=archive)
         return _Plain(path).of(state)
     except pickle.UnpicklingError as problem:
         raise _refusal(path, str(problem)) from problem

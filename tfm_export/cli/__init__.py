@@ -108,7 +108,8 @@ def main() -> None:
     """The entry point of the `tfm-export` script."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None where it is closed
-            stream.reconfigure(encoding="utf-8")  # as files are, whatever the locale says
+            # As files are, whatever the locale says; names of files may be any bytes, and are printed as they are.
+            stream.reconfigure(encoding="utf-8", errors="surrogateescape")
     signal.signal(signal.SIGTERM, _terminate)
     cli(prog_name="tfm-export")
 

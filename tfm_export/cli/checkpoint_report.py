@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -15,6 +14,7 @@ from tfm_export.cli.progress import Stopwatch
 from tfm_export.cli.reports import print_check, table
 from tfm_export.errors import CheckpointError, ParityError
 from tfm_export.extras import require
+from tfm_export.json_text import write_json
 
 if TYPE_CHECKING:
     from tfm_export.checkpoints import PartialCheckpoint, SourceModel
@@ -51,7 +51,7 @@ def print_checkpoint(
     if expect is not None and not state["problems"]:
         state["expected"], wrong = _expected_state(path, settings, expect)
     if as_json:
-        click.echo(json.dumps({"path": str(path), **state}, indent=2, ensure_ascii=False))
+        click.echo(write_json({"path": str(path), **state}, indent=2))
     else:
         _print(path, state, special)
     if state["problems"]:

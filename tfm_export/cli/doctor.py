@@ -14,6 +14,7 @@ import click
 from tfm_export.bundle import DEFAULT_PATH, MANIFEST
 from tfm_export.cli.options import json_option
 from tfm_export.cli.reports import size_text, table
+from tfm_export.json_text import write_json
 
 SECONDS = 60.0  # for all probes; the first call of CUDA on a machine with many GPUs takes some
 PROBES = ("machine", "gpus", "packages", "cuda_python", "onnxruntime", "tensorrt", "tensorrt_rtx")
@@ -40,7 +41,7 @@ def command(context: click.Context, bundle: Path | None, as_json: bool) -> None:
         bundle = DEFAULT_PATH
     findings = examine(bundle)
     if as_json:
-        click.echo(json.dumps(findings, indent=2, ensure_ascii=False))
+        click.echo(write_json(findings, indent=2))
     else:
         print_findings(findings, bundle)
     if complaints(findings):

@@ -17,6 +17,7 @@ from tfm_export.cli.options import json_option
 from tfm_export.cli.reports import print_files, size_text, table
 from tfm_export.engines import ENCODER_PLAN, ENGINES, FLAVORS, plan_file, read_engine
 from tfm_export.errors import BackendUnavailable, BundleError
+from tfm_export.json_text import write_json
 from tfm_export.runtime.cpu.saturation import saturation_note
 from tfm_export.tokenizer import load_tokenizer
 from tfm_export.tokenizer.special_tokens import NamedSpecialIds, tokens_of
@@ -70,7 +71,7 @@ def inspect_bundle(bundle: Path, *, as_json: bool) -> None:
     for doubt in special.doubts():
         click.echo(f"warning: {doubt}", err=True)
     if as_json:
-        click.echo(json.dumps({"path": str(bundle), **json.loads(manifest.to_json())}, indent=2, ensure_ascii=False))
+        click.echo(write_json({"path": str(bundle), **json.loads(manifest.to_json())}, indent=2))
         return
     click.echo(f"{bundle} (format version {manifest.format_version}), every file as its manifest says")
     for title, facts in _sections(manifest).items():

@@ -56,7 +56,8 @@ def load(
         max_waiting: sources that may wait for `generate_async`; more are refused with `Overloaded`.
         observer: told what `generate_async` does.
         copy: for a CPU, read the weights into memory, where no change of their file reaches them. Otherwise those that
-            the CPU uses as they are in the file are mapped, which takes less memory. None copies up to 64 MB.
+            the CPU uses as they are in the file are mapped, which takes less memory. None copies up to 64 MB. See
+            docs/decoding.md.
 
     Raises:
         BackendUnavailable: a library, a driver or a GPU is missing; it says which, and what to do.
