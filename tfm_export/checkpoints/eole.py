@@ -133,7 +133,7 @@ def _tell(found: PartialCheckpoint, stacks: Mapping[str, Mapping[str, Any]], emb
     heads = options.get("heads", 8)
     found.know("heads", heads, OPTIONS)
     for stack, values in stacks.items():
-        if values.get("heads_kv") not in {None, values.get("heads", 8)}:
+        if values.get("heads_kv") not in [None, values.get("heads", 8)]:
             found.problems.append(f"heads_kv is {quote(values['heads_kv'])} in the {stack}, which is not supported")
     width = found.keys.size(SIGNATURE, 0)
     if isinstance(heads, int) and heads > 0 and width % heads == 0 and width != found.value("d_model"):
