@@ -1,12 +1,9 @@
-"""Values of wrong types and sizes get a sentence; what a caller's code raises costs its own request; forks are told."""
+"""Values of wrong types and sizes get a sentence; what a caller's code raises costs its own request."""
 
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,6 @@ import numpy as np
 import pytest
 
 import tfm_export
-from tests import skips
 from tfm_export import DecodeOptions, RequestError, TextRequest
 from tfm_export.decoding import Reason, Request
 from tfm_export.model import Model
@@ -154,35 +150,6 @@ def test_too_little_memory_is_told(model: Model, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(model.step_model, "encode", lambda *_, **__: small([0, 0]))
     (answer,) = model.generate_iterable(["hello"], on_error="yield")
     assert str(answer).startswith("there is not enough memory to decode this")
-
-
-FORKS = """
-import os, sys
-import tfm_export
-model = tfm_export.load(sys.argv[1], threads=int(sys.argv[2]))
-if sys.argv[3] == "used":
-    model.generate_async("hello").result()
-child = os.fork()
-if child == 0:
-    try:
-        assert model.generate_async("hello").result(30).text == model.generate("hello").text
-        print("answered", flush=True)
-    except tfm_export.RequestError as problem:
-        print(problem, flush=True)
-    sys.exit(0)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), model.generate_async("hello").result(30).reason.value)
-"""
-
-
-@skips.skip_if(not hasattr(os, "fork"), "os.fork", *skips.ON_LINUX)
-@pytest.mark.parametrize("used", ["used", "unused"])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_forked_process_has_a_model_or_a_clear_refusal_and_ends(tiny_bundle: Path, threads: int, used: str) -> None:
-    command = [sys.executable, "-c", FORKS, str(tiny_bundle), str(threads), used]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    told = "answered" if threads == 1 else "the model was loaded before this process was forked"
-    assert ended.stdout.startswith(told), ended.stdout + ended.stderr
-    assert ended.stdout.endswith("0 end token\n")
 
 
 def test_options_and_requests_refuse_booleans() -> None:

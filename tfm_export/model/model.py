@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import os
 import threading
 import time
 import weakref
@@ -12,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NoReturn, Self, overload
-from weakref import WeakSet
 
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, Request, SettledToken, score
@@ -39,8 +36,6 @@ from tfm_export.tokenizer import Tokenizer
 
 Text = str | TextRequest
 Ids = Sequence[int] | Request
-_LOADED: WeakSet[Model] = WeakSet()  # what a forked process has to know of
-
 MAX_WAITING = 4096  # sources
 MOST_OPTIONS = 256  # that a model remembers
 
@@ -90,9 +85,7 @@ class Model:
             max_waiting=max_waiting,
             observer=Observers(*([] if observer is None else [observer])),
         )
-        self._forked = False
         weakref.finalize(self, self._scheduler.end)
-        _LOADED.add(self)
 
     # Text in, text out.
 
@@ -683,20 +676,9 @@ class Model:
     def _check_open(self) -> None:
         if self._closed:
             raise ModelClosed("the model is closed", "load the bundle again")
-        if self._forked and self.step_model.capabilities.threads != 1:
-            raise RequestError(
-                "the model was loaded before this process was forked, and its threads are in the other process",
-                "load the bundle in each process, after the fork; or load(threads=1), which has no threads",
-            )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a model cannot be copied or pickled: load the bundle in each process, with tfm_export.load")
-
-    def _after_fork(self) -> None:
-        """In a child: threads are gone, and what would wait for them must never be freed, not even at exit."""
-        self._forked = True
-        self._scheduler.begin_anew()
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
 
 def check_stream(options: DecodeOptions) -> None:
@@ -723,12 +705,3 @@ def _workers(wanted: int | None, step_model: StepModel) -> int:
         return wanted
     threads = step_model.capabilities.threads
     return 1 if threads is None else max(1, usable_cpus() // threads)
-
-
-def _after_fork_in_child() -> None:
-    for model in [*_LOADED]:
-        model._after_fork()  # noqa: SLF001 (of this module)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -22,6 +22,7 @@ from tfm_export.errors import NumericError, RequestError, TfmExportError
 from tfm_export.model.answers import Generation, Piece
 from tfm_export.model.requests import Call, Either, Source
 from tfm_export.quotation import quote
+from tfm_export.runtime.forks import tell_of_forks
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.runtime.threads import MOST_THREADS
 from tfm_export.tokenizer import Tokenizer
@@ -51,6 +52,11 @@ class Runner:
     def __init__(self, bundle: Bundle, step_model: StepModel, tokenizer: Tokenizer | None) -> None:
         self._special, self._step_model, self._tokenizer = bundle.manifest.special_ids, step_model, tokenizer
         self._attending: StepModel | None = None
+        self._lock = threading.Lock()
+        tell_of_forks(self)
+
+    def after_fork(self) -> None:
+        """In a fork, nobody holds the lock; see `tfm_export.runtime.forks`."""
         self._lock = threading.Lock()
 
     def answers(self, sources: Sequence[Source], options: DecodeOptions) -> list[Generation]:
