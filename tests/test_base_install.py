@@ -237,7 +237,6 @@ WATCHED = """
 import os, sys
 from pathlib import Path
 import tfm_export
-from tests import skips
 
 with tfm_export.load(sys.argv[1], threads=1) as model:
     model.generate("hello", beam_size=1)
