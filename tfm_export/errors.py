@@ -7,6 +7,8 @@ command line prints it without a traceback. Any other exception is a bug of ours
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from tfm_export.quotation import printable, shorten
 
@@ -80,6 +82,9 @@ class Overloaded(TfmExportError):
     def __init__(self, problem: str, *, retry_after: float) -> None:
         super().__init__(problem, f"again in {retry_after:.1f} s, or a larger max_waiting")
         self.retry_after = retry_after
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(Overloaded, retry_after=self.retry_after), (self.problems[0],)
 
 
 class BackendUnavailable(TfmExportError):

@@ -38,17 +38,30 @@ OPTIONS: list[dict[str, Any]] = [
     {"deadline": "soon"},
     {"budget": True},
     {"long_source": 3},
+    {"beam_size": [2]},
+    {"end_token": True},
+    {"end_token": {2: 3}},
+    {"disable_unk": 1},
+    {"return_scores": "no"},
+    {"disable_unk": None},
+    {"constraint": 5},
+    {"options": {"beam_size": 2}},
+    {"options": 5},
+    {"beams": 4},
+    {"target_prefix": {4: 5}},
 ]
 
 
 @pytest.mark.parametrize("settings", OPTIONS, ids=str)
 def test_settings_of_wrong_types_are_refused(model: Model, settings: dict[str, Any]) -> None:
     for ask in (model.generate, model.generate_async, model.stream):
-        with pytest.raises(RequestError, match=r"must be|ids|is no token|tokens that"):
+        with pytest.raises(RequestError, match=r"must be|ids|is no token|tokens that|no option .beams"):
             ask("hello", **settings)
 
 
-@pytest.mark.parametrize("texts", [{"hello": 1}, b"hello", 3, None, [b"hello"], [None], [["hello"]]], ids=str)
+@pytest.mark.parametrize(
+    "texts", [{"hello": 1}, {"hello"}, b"hello", 3, None, [b"hello"], [None], [["hello"]]], ids=str
+)
 def test_what_is_no_text_is_refused(model: Model, texts: Any) -> None:
     with pytest.raises(RequestError, match=r"expected a text|a text must be a str|must be ids"):
         model.generate(texts)
@@ -103,9 +116,10 @@ def broken(_: Sequence[Any]) -> Any:
         ({"constraint": lambda _: [10_000]}, RequestError),
         ({"constraint": lambda _: [3.7]}, RequestError),
         ({"constraint": lambda _: []}, RequestError),
-        ({"constraint": lambda _: 7}, TypeError),
+        ({"constraint": lambda _: 7}, RequestError),
+        ({"constraint": lambda _: {4: 5}}, RequestError),
     ],
-    ids=["constraint", "callback", "beyond", "float", "nothing", "no list"],
+    ids=["constraint", "callback", "beyond", "float", "nothing", "no list", "a dict"],
 )
 def test_a_request_that_goes_wrong_costs_nobody_else(
     model: Model, fields: dict[str, Callable[..., Any]], kind: type[Exception], beam_size: int
@@ -158,3 +172,55 @@ def test_options_and_requests_refuse_booleans() -> None:
             make()
     assert Request(source=[1], deadline=1).deadline == 1
     assert Reason.END.value == "end token"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"variant": ["w8"]},
+        {"draft": ["w8"]},
+        {"max_waiting": 0},
+        {"max_waiting": "2"},
+        {"max_waiting": True},
+        {"observer": 5},
+        {"check_hashes": "no"},
+        {"copy": "no"},
+    ],
+    ids=str,
+)
+def test_arguments_of_load_have_their_types(tiny_bundle: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="must be"):
+        tfm_export.load(tiny_bundle, **arguments)
+    for path in (5, None, b"bundle"):
+        with pytest.raises(RequestError, match="path must be"):
+            tfm_export.load(path)  # type: ignore[arg-type]
+
+
+def test_other_calls_refuse_what_they_cannot_take(model: Model) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: model.score(5, ["a"]),  # type: ignore[arg-type]
+        lambda: model.score(["a"], None),  # type: ignore[arg-type]
+        lambda: model.score({"a": 1}, ["a"]),  # type: ignore[arg-type]
+        lambda: model.score(["a"], [[4]], max_batch_size=True),  # type: ignore[list-item]
+        lambda: model.score(["a"], [[4]], max_batch_size=2.5),  # type: ignore[list-item, arg-type]
+        lambda: model.generate_iterable("text"),
+        lambda: model.generate_iterable({"text": 1}),
+        lambda: model.generate_iterable(5),  # type: ignore[call-overload]
+        lambda: model.generate_ids([[True, False]]),
+        lambda: model.generate_ids([b"ab"]),
+        lambda: model.stream_async("a"),
+        lambda: model.close(drain=-1.0),
+        lambda: model.close(drain="x"),  # type: ignore[arg-type]
+        lambda: Request(source=[1], seed=True),
+        lambda: Request(source=[1], admitted=True),
+        lambda: Request(source=[1], draw="x"),  # type: ignore[arg-type]
+    ]
+    for call in calls:
+        with pytest.raises(RequestError):
+            call()
+    assert model.generate("hello").reason is Reason.END
+
+
+def test_errors_can_be_sent_to_another_process() -> None:
+    sent = pickle.loads(pickle.dumps(tfm_export.Overloaded("full", retry_after=2.0)))  # noqa: S301 (made here)
+    assert (str(sent), sent.retry_after) == (str(tfm_export.Overloaded("full", retry_after=2.0)), 2.0)

@@ -266,20 +266,27 @@ CHOICES: dict[str, tuple[object, ...]] = {
 
 def _wrong_types(o: DecodeOptions) -> Iterator[str]:
     """Numbers that are none: options may come from a request that a service was sent."""
-    kinds = {"int": (numbers.Integral, "an integer"), "float": (numbers.Real, "a number")}
+    kinds: dict[str, tuple[type, str]] = {
+        "int": (numbers.Integral, "an integer"),
+        "float": (numbers.Real, "a number"),
+        "bool": (bool, "true or false"),
+    }
     for field in fields(o):
         kind, what = kinds.get(str(field.type).removesuffix(" | None"), (object, ""))
         value = getattr(o, field.name)
-        is_kind = isinstance(value, kind) and (kind is object or not isinstance(value, bool))
+        is_kind = isinstance(value, kind) and (kind in {object, bool} or not isinstance(value, bool))
         if not is_kind and (value is not None or field.default is not None):
             yield f"{field.name} must be {what}, found {quote(value)}"
     for name in ("target_prefix", "start_tokens", "begin_suppress_tokens", "end_token"):
         value = getattr(o, name)
-        if value is not None and not (are_ids(value) or (name == "end_token" and isinstance(value, numbers.Integral))):
+        if value is not None and not (are_ids(value) or (name == "end_token" and are_ids([value]))):
             yield f"{name} must be ids, found {quote(value)}"
     sequences: object = o.suppress_sequences
     if not isinstance(sequences, Iterable) or not all(map(are_ids, sequences)):
         yield f"suppress_sequences must be sequences of ids, found {quote(sequences)}"
+    constraint: object = o.constraint
+    if constraint is not None and not callable(constraint):
+        yield f"constraint must be a function of the tokens so far, found {quote(constraint)}"
     biases: object = o.sequence_bias
     if not isinstance(biases, Iterable) or not all(map(_is_bias, pairs(biases))):
         yield f"sequence_bias must be pairs of a sequence of ids and a number, found {quote(biases)}"

@@ -6,9 +6,9 @@ import math
 import numbers
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from numpy.random import Generator
 
@@ -91,22 +91,37 @@ class Request:
 
     def __post_init__(self) -> None:
         check_ending(self.deadline, self.cancelled)
-        for name in ("admitted", "ends_at"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
-                raise RequestError(f"{name} must be a time of time.perf_counter(), found {quote(value)}")
-        for name in ("forced_bos", "start_token"):
-            if not ((value := getattr(self, name)) is None or are_ids([value])):
-                raise RequestError(f"{name} must be an id, found {quote(value)}")
-        if not are_ids([self.priority]):
-            raise RequestError(f"priority must be an integer, found {quote(self.priority)}")
-        if self.on_tokens is not None and not callable(self.on_tokens):
-            raise RequestError(f"on_tokens must be a function of a list of tokens, found {quote(self.on_tokens)}")
-        seed: object = self.seed
-        if seed is not None and not (isinstance(seed, numbers.Integral) and 0 <= int(seed) < 2**63):
-            raise RequestError(f"seed must be an integer from 0 to {2**63 - 1}, found {quote(seed)}")
-        if self.target_prefix is not None and not are_ids(self.target_prefix):
-            raise RequestError(f"target_prefix must be ids, found {quote(self.target_prefix)}")
+        if problems := list(_wrong_parts(self)):
+            raise RequestError(problems)
+
+
+def _wrong_parts(request: Request) -> Iterator[str]:
+    """What of a request is not of its type."""
+    for name in ("admitted", "ends_at"):
+        if (time_of := getattr(request, name)) is not None and not (is_real(time_of) and math.isfinite(time_of)):
+            yield f"{name} must be a time of time.perf_counter(), found {quote(time_of)}"
+    for name in ("forced_bos", "start_token"):
+        if not ((value := getattr(request, name)) is None or are_ids([value])):
+            yield f"{name} must be an id, found {quote(value)}"
+    for name in ("priority", "draw"):
+        if not are_ids([value := getattr(request, name)]):
+            yield f"{name} must be an integer, found {quote(value)}"
+    for name, what in (("on_tokens", "a list of tokens"), ("constraint", "the tokens so far")):
+        if (function := getattr(request, name)) is not None and not callable(function):
+            yield f"{name} must be a function of {what}, found {quote(function)}"
+    yield from _wrong_ids(request)
+
+
+def _wrong_ids(request: Request) -> Iterator[str]:
+    if request.seed is not None and not (are_ids([request.seed]) and 0 <= request.seed < 2**63):
+        yield f"seed must be an integer from 0 to {2**63 - 1}, found {quote(request.seed)}"
+    if request.target_prefix is not None and not are_ids(request.target_prefix):
+        yield f"target_prefix must be ids, found {quote(request.target_prefix)}"
+
+
+def is_real(value: object) -> TypeGuard[float]:
+    """Whether this is a number, which True and False are not."""
+    return False if isinstance(value, bool) else isinstance(value, numbers.Real)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -185,9 +200,9 @@ def target_beginning(request: Request, options: DecodeOptions) -> tuple[int, ...
 
 def are_ids(value: object) -> bool:
     """Whether these are integers; whether a vocabulary has them is checked where requests come in."""
-    return isinstance(value, Iterable) and all(
-        isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in value
-    )
+    if isinstance(value, Mapping | str | bytes) or not isinstance(value, Iterable):
+        return False
+    return all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in value)
 
 
 def check_ending(deadline: object, cancelled: object, budget: object = None) -> None:
@@ -205,8 +220,7 @@ def check_ending(deadline: object, cancelled: object, budget: object = None) -> 
     for name, value in (("deadline", deadline), ("budget", budget)):
         if value is None:
             continue
-        is_number = isinstance(value, numbers.Real) and (value <= most or value == math.inf)
-        if isinstance(value, bool) or not is_number:
+        if not (is_real(value) and (value <= most or value == math.inf)):
             raise RequestError(f"{name} must be a number of seconds, found {quote(value)}")
     if cancelled is not None and not callable(getattr(cancelled, "is_set", None)):
         raise RequestError(f"cancelled must have is_set(), as a threading.Event has, found {quote(cancelled)}")

@@ -8,7 +8,7 @@ corrects the normaliser by their mass, without another pass over the vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from tfm_export.decoding.constraints import Constraint
 from tfm_export.decoding.options import DecodeOptions, pairs
 from tfm_export.decoding.source_rules import NO_SOURCE_RULES, SourceRules, ngrams
 from tfm_export.errors import RequestError
+from tfm_export.quotation import quote
 from tfm_export.runtime.step_model import Floats, Ids
 
 Doubles = NDArray[np.float64]
@@ -146,6 +147,10 @@ class Editor:
             banned.update(source.ngrams.get(tuple(history[len(history) - o.encoder_no_repeat_ngram_size + 1 :]), ()))
         wished = bool(o.prefix_bias_beta) and len(tokens) < len(prefix) and tokens == list(prefix[: len(tokens)])
         allowed = None if constraint is None else constraint(tokens)
+        if allowed is not None and (isinstance(allowed, Mapping) or not isinstance(allowed, Iterable)):
+            raise RequestError(
+                f"a constraint must give the ids that may follow, or None for all, found {quote(allowed)}"
+            )
         return Edit(
             banned=frozenset(banned),
             penalised=frozenset(history) if o.repetition_penalty != 1 else frozenset(),

@@ -70,7 +70,9 @@ def score(
         for number, ids in enumerate(sequences)
         if not are_ids(ids)
     ]
-    if max_batch_size < 1:
+    if not are_ids([max_batch_size]):
+        problems.append(f"max_batch_size must be an integer, found {quote(max_batch_size)}")
+    elif max_batch_size < 1:
         problems.append(f"max_batch_size must be at least 1, found {max_batch_size}")
     if problems:
         raise RequestError(problems)

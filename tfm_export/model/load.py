@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tfm_export.bundle import DEFAULT_PATH, TOKENIZER, Bundle
+from tfm_export.decoding.request import are_ids, is_real
 from tfm_export.errors import RequestError
 from tfm_export.graph import GENERATE
 from tfm_export.model.model import MAX_WAITING, Model
 from tfm_export.model.observer import Observer
 from tfm_export.model.requests import SPECIAL_TOKENS, SpecialTokens
 from tfm_export.pinned_folder import pinned_folder
+from tfm_export.quotation import quote
 from tfm_export.runtime.backends import Backend, BackendChoice, DeviceName, backend_choices, open_backend
 from tfm_export.tokenizer import load_tokenizer
 
@@ -66,6 +68,8 @@ def load(
     """
     if special_tokens not in SPECIAL_TOKENS:
         raise RequestError(f"special_tokens must be one of {', '.join(SPECIAL_TOKENS)}, found {special_tokens!r}")
+    _check_types(path, variant=variant, draft=draft, copy=copy, check_hashes=check_hashes)
+    _check_service(max_waiting, observer)
     path = Path(path)
     with pinned_folder(path) as folder:
         bundle = Bundle.open(path, check_hashes=False, folder=folder)
@@ -87,6 +91,24 @@ def load(
         max_waiting=max_waiting,
         observer=observer,
     )
+
+
+def _check_types(path: object, **given: object) -> None:
+    """Refuse arguments of other types than they should have."""
+    if not isinstance(path, str | Path):
+        raise RequestError(f"path must be that of a bundle's folder, found {quote(path)}")
+    for name, value in given.items():
+        is_text = name in {"variant", "draft"}
+        kind, what = (str, "a name") if is_text else (bool, "true or false")
+        if not isinstance(value, kind) and not (value is None and name != "check_hashes"):
+            raise RequestError(f"{name} must be {what}, found {quote(value)}")
+
+
+def _check_service(max_waiting: object, observer: object) -> None:
+    if not (is_real(max_waiting) and are_ids([max_waiting]) and max_waiting >= 1):
+        raise RequestError(f"max_waiting must be an integer of at least 1, found {quote(max_waiting)}")
+    if observer is not None and not isinstance(observer, Observer):
+        raise RequestError(f"observer must be a tfm_export.Observer, found {quote(observer)}")
 
 
 def _files_used(bundle: Bundle, ways: Iterable[BackendChoice]) -> list[str]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, Literal, NoReturn, Self, overload
 
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, Request, SettledToken, score
 from tfm_export.decoding.checks import check_options
-from tfm_export.decoding.request import Cancellation, are_ids, check_ending
+from tfm_export.decoding.request import Cancellation, are_ids, check_ending, is_real
 from tfm_export.errors import ModelClosed, RequestError, TfmExportError
 from tfm_export.model.answers import AsyncStream, Generation, Pending, Piece, Stream
 from tfm_export.model.observer import Observer, Observers
@@ -30,6 +32,7 @@ from tfm_export.model.requests import (
 )
 from tfm_export.model.runner import OnError, Runner
 from tfm_export.model.scheduler import Scheduler, Ticket
+from tfm_export.quotation import quote
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.runtime.threads import MOST_THREADS, usable_cpus
 from tfm_export.tokenizer import Tokenizer
@@ -37,6 +40,8 @@ from tfm_export.tokenizer import Tokenizer
 Text = str | TextRequest
 Ids = Sequence[int] | Request
 MAX_WAITING = 4096  # sources
+OPTION_NAMES = {field.name for field in fields(DecodeOptions)}
+CALL_NAMES = ("deadline", "budget", "cancelled", "long_source", "source_language", "target_language", "special_tokens")
 MOST_OPTIONS = 256  # that a model remembers
 
 Raise = Literal["raise"]
@@ -176,6 +181,12 @@ class Model:
         """
         call = self.call(**settings)
         check_stream(call.options)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            raise RequestError(
+                "stream_async is called in a coroutine", "stream, where there is no event loop"
+            ) from None
         asked, pieces = text if isinstance(text, TextRequest) else TextRequest(text=text), self._runner.pieces()
 
         def begin(tell: Callable[[list[SettledToken]], None]) -> Pending[Generation]:
@@ -292,6 +303,9 @@ class Model:
             RequestError: a pair that the model cannot serve; all that is wrong, before anything runs.
         """
         self._check_open()
+        for name, given in (("texts", texts), ("targets", targets)):
+            if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+                raise RequestError(f"{name} must be a sequence of them, found {quote(given)}")
         if len(texts) != len(targets):
             raise RequestError(f"there must be a target for each text, found {len(texts)} and {len(targets)}")
 
@@ -528,6 +542,7 @@ class Model:
             RequestError: both were given, they are not valid, or the model cannot serve them.
         """
         key: Any = None
+        _check_given(options, option_fields)
         if options is not None and option_fields:
             raise RequestError(f"options were given, and {', '.join(option_fields)} beside them: give one or the other")
         if options is None:
@@ -620,6 +635,8 @@ class Model:
             drain: seconds in which all that `generate_async` has taken is decoded; what has no answer then gets
                 `ModelClosed`. None decodes what is in a batch to its end; what waits gets `ModelClosed` at once.
         """
+        if drain is not None and not (is_real(drain) and drain >= 0):
+            raise RequestError(f"drain must be a number of seconds, found {quote(drain)}")
         self._closed = True
         self._scheduler.close(drain)
         self._runner.close()
@@ -641,8 +658,8 @@ class Model:
         self, name: str, items: Any, read: Callable[[Any, Call], Source], request_id: str, call: Call, *, one: bool
     ) -> Pending[Any]:
         """Hand items of a call to the scheduler, which reads and decodes them."""
-        if not isinstance(items, Sequence):
-            raise RequestError(f"expected a {name}, or a sequence with a {name} each, found {items!r}")
+        if isinstance(items, bytes | str) or not isinstance(items, Sequence):
+            raise RequestError(f"expected a {name}, or a sequence with a {name} each, found {quote(items)}")
         given_up, admitted = threading.Event(), time.perf_counter()
         cancelled = given_up if call.cancelled is None else Either(call.cancelled, given_up)
         ticket = Ticket(
@@ -664,7 +681,7 @@ class Model:
         """The bundle's defaults for the options that were not given and do not contradict those that were."""
         generation = self.bundle.manifest.generation
         samples = given.get("sampling_topk", generation.options.get("sampling_topk", 1)) != 1
-        searches = given.get("sampling_topk") == 1 or given.get("beam_size", 1) not in {1, None}
+        searches = given.get("sampling_topk") == 1 or given.get("beam_size", 1) not in (1, None)
         defaults = {
             "max_decoding_length": generation.max_length,
             "beam_size": 1 if samples else generation.beam_size,
@@ -705,3 +722,13 @@ def _workers(wanted: int | None, step_model: StepModel) -> int:
         return wanted
     threads = step_model.capabilities.threads
     return 1 if threads is None else max(1, usable_cpus() // threads)
+
+
+def _check_given(options: object, option_fields: dict[str, Any]) -> None:
+    """Refuse options that are none, and names of none."""
+    if unknown := [name for name in option_fields if name not in OPTION_NAMES]:
+        near = get_close_matches(unknown[0], [*OPTION_NAMES, *CALL_NAMES], 3)
+        hint = " or ".join(near) or "docs/decoding.md lists all"
+        raise RequestError(f"there is no option {', '.join(map(quote, unknown))}", hint)
+    if options is not None and not isinstance(options, DecodeOptions):
+        raise RequestError(f"options must be DecodeOptions, found {quote(options)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -307,7 +308,7 @@ def collect(name: str, items: Iterable[ItemT], encode: Callable[[ItemT], Encoded
         RequestError: some cannot be encoded, or there is no sequence of them.
     """
     given: object = items
-    if isinstance(given, Mapping | bytes | str) or not isinstance(given, Iterable):
+    if isinstance(given, Mapping | AbstractSet | bytes | str) or not isinstance(given, Iterable):
         raise RequestError(f"expected a {name}, or a sequence with a {name} each, found {quote(given)}")
     items, encoded, errors = list(items), [], []
     for number, item in enumerate(items):
@@ -324,10 +325,11 @@ def collect(name: str, items: Iterable[ItemT], encode: Callable[[ItemT], Encoded
 
 
 def _integers(ids: Iterable[int]) -> list[int]:
-    if not isinstance(ids, Iterable):
-        raise RequestError(f"ids must be integers, one for each token, found {quote(ids)}")
+    given: object = ids
+    if isinstance(given, Mapping | bytes | str) or not isinstance(given, Iterable):
+        raise RequestError(f"ids must be integers, one for each token, found {quote(given)}")
     ids = list(ids)
-    if wrong := [i for i in ids if not hasattr(i, "__index__")]:
+    if wrong := [i for i in ids if isinstance(i, bool) or not hasattr(i, "__index__")]:
         raise RequestError(f"ids must be integers, found {', '.join(map(quote, wrong))}")
     return [operator.index(i) for i in ids]
 

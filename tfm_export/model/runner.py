@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -76,6 +77,9 @@ class Runner:
         on_error: OnError,
     ) -> Iterator[Generation | TfmExportError]:
         """Decode a window of items at a time, and give an answer, or an error, for each of them, in order."""
+        given: object = items
+        if isinstance(given, Mapping | AbstractSet | bytes | str) or not isinstance(given, Iterable):
+            raise RequestError(f"expected an iterable of texts, or of sources, found {quote(given)}")
         if on_error not in ON_ERROR:
             raise RequestError(f"on_error must be one of {', '.join(ON_ERROR)}, found {quote(on_error)}")
         if window is not None and not (are_ids([window]) and window >= 1):
