@@ -128,14 +128,14 @@ def test_a_bad_line_is_told_and_the_others_are_written(tiny_bundle: Path, expect
 def test_one_sentences_bad_numbers_do_not_lose_the_others(
     tiny_bundle: Path, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate = runner.generate
+    generate = runner.generate_each
 
     def overflowing(model: object, requests: Sequence[Any], *rest: Any, **settings: Any) -> Any:
         if any(request.source[0] == 4 for request in requests):  # "a"
             raise NumericError("not finite")
         return generate(model, requests, *rest, **settings)
 
-    monkeypatch.setattr(runner, "generate", overflowing)
+    monkeypatch.setattr(runner, "generate_each", overflowing)
     result = run(tiny_bundle, "hello", "a", "zz")
     assert result.stdout.splitlines() == [expected["hello"], "", expected["zz"]]
     assert result.stderr.splitlines() == ["line 2: not finite", "1 of 3 lines could not be decoded"]
