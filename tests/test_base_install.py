@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import skips
 from tests.once import Once
 from tfm_export.cli import COMMANDS
 
@@ -245,7 +246,7 @@ with tfm_export.load(sys.argv[1], threads=1) as model:
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what a process has open is read from /proc")
+@skips.skip_if(not sys.platform.startswith("linux"), "/proc, which tells what a process has open", *skips.ON_LINUX)
 @pytest.mark.parametrize("chosen", [None, "0"], ids=["by_default", "if_it_is_chosen"])
 def test_loading_and_decoding_write_nothing_and_open_no_socket(
     tiny_bundle: Path, tmp_path: Path, chosen: str | None

@@ -67,7 +67,7 @@ def test_dictionaries_codes_and_tokenizers_may_begin_with_a_mark(tmp_path: Path)
         Path(codes).write_text(f"{begin}#version: 0.2\nh e\n", encoding="utf-8")
         sides = [(f"{side}_dictionary", dictionary) for side in ("source", "target")]
         sides += [(f"{side}_subwords", codes) for side in ("source", "target")]
-        found = given_vocabulary(tmp_path, dict(sides), config, "fairseq")
+        found, _ = given_vocabulary(tmp_path, dict(sides), config, "fairseq")
         files[begin] = json.loads(found["tokenizer.json"])
     assert files["\ufeff"] == files[""]
     assert files[""]["source"]["tokens"][4:] == ["hello", "world"]
@@ -110,6 +110,11 @@ def test_texts_are_read_in_one_way() -> None:
             if isinstance(node, ast.Call):
                 called, keywords = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
                 modes = {a.value for a in node.args if isinstance(a, ast.Constant)}
-                opens = called.rpartition(".")[2] in {"open", "File"} and "encoding" in keywords and not modes & {*"wa"}
+                opens = (
+                    called.rpartition(".")[2] in {"open", "File"}
+                    and "encoding" in keywords
+                    and "newline" not in keywords
+                    and not modes & {*"wa"}
+                )
                 assert not opens, f"{path}, line {node.lineno}: {called}"
                 assert not called.endswith(".read_text"), f"{path}, line {node.lineno}: {called}"

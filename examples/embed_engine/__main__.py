@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import queue
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import tfm_export
-from examples.embed_engine.batcher import Batcher
-from examples.embed_engine.service import Service, serve
+from examples.embed_engine.service import Service
 
 
 def main() -> None:
@@ -20,49 +19,40 @@ def main() -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080, help="0 takes one that is free")
-    parser.add_argument("--backend", default="auto", choices=["auto", "onnxruntime", "tensorrt"])
     parser.add_argument("--device", help="cpu, or the number of a GPU")
     parser.add_argument("--variant", help="the precision")
     parser.add_argument("--threads", type=int, help="to compute with on a CPU")
-    parser.add_argument("--beam-size", type=int, help="the bundle's unless it is given")
-    parser.add_argument("--max-batch-size", type=int, default=32, help="texts decoded together")
-    parser.add_argument("--max-wait", type=float, default=5.0, help="milliseconds that a text waits for others")
-    parser.add_argument("--workers", type=int, default=1, help="batches decoded at the same time; 2 on a GPU")
     parser.add_argument("--grace", type=float, default=20.0, help="seconds to answer what is due at the end")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-
     stop: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: stop.put(number))
     try:
         model = tfm_export.load(
             arguments.bundle,
-            backend=arguments.backend,
             device=arguments.device,
             variant=arguments.variant,
             threads=arguments.threads,
+            special_tokens="escape",
         )
     except tfm_export.TfmExportError as problem:
         sys.exit(f"the bundle cannot be served: {problem}")
-    with model:
-        model.warm_up()  # before it listens: the first caller pays for nothing
-        beam = {} if arguments.beam_size is None else {"beam_size": arguments.beam_size}
-        batcher = Batcher(
-            model,
-            model.decode_options(**beam),
-            max_batch_size=arguments.max_batch_size,
-            max_wait=arguments.max_wait / 1e3,
-            workers=arguments.workers,
-        )
+    model.warm_up()  # before it listens: the first caller pays for nothing
+    try:
+        service = Service((arguments.host, arguments.port), model)
+    except OSError as problem:
+        sys.exit(f"{arguments.host}:{arguments.port} cannot be listened on: {problem}")
+    threading.Thread(target=service.serve_forever, daemon=True).start()
+    print(f"listening on http://{arguments.host}:{service.server_port}: {model.backend}", flush=True)
+    while (
+        True
+    ):  # Python runs handlers when the main thread is awake: one that waits for ever may sleep through a signal
         try:
-            service = Service((arguments.host, arguments.port), model, batcher)
-            print(f"listening on http://{arguments.host}:{service.server_port}: {model.backend}", flush=True)
-            serve(service, stop, seconds=arguments.grace)
-        except OSError as problem:
-            sys.exit(f"{arguments.host}:{arguments.port} cannot be listened on: {problem}")
-        finally:
-            batcher.close(seconds=0)
+            stop.get(timeout=0.5)
+            break
+        except queue.Empty:
+            continue
+    service.end(seconds=arguments.grace)
 
 
 if __name__ == "__main__":

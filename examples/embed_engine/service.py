@@ -1,28 +1,65 @@
-"""The service: JSON over HTTP, with nothing but the standard library around the batcher.
+"""The service: JSON over HTTP, with nothing but the standard library around `model.generate_async`.
 
 POST /generate   {"texts": ["hello", ...], "deadline": 0.5}  ->  {"answers": [{"text", "score", "reason"}, ...]}
-GET  /health     200 while it takes requests, 503 before its end
-GET  /metrics    counters in Prometheus' text format
+GET  /health     200 while it takes requests; 503 before its end, and once its device has failed
 """
 
 from __future__ import annotations
 
 import json
-import queue
+import select
 import sys
 import threading
 import time
-from concurrent.futures import Future
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from examples.embed_engine.batcher import Batcher, ClosingError, OverloadedError
-from tfm_export import Generation, Model, RequestError, TextRequest, TfmExportError
+from tfm_export import Generation, Model, ModelClosed, Overloaded, RequestError
+from tfm_export.model import Pending
 
-LARGEST_BODY, MOST_UNREAD = 1 << 20, 1 << 24
-MOST_TEXTS = 256
+LARGEST_BODY, MOST_TEXTS = 1 << 20, 256
 IDLE_SECONDS = 10.0  # after which a connection that asks nothing is closed
+LAST_CALLS_SECONDS = 0.5  # for clients that do not know yet that the service ends
+
+Answer = tuple[HTTPStatus, dict[str, Any]]
+
+
+# This is what to copy.
+
+
+def generate(model: Model, texts: list[str], deadline: float | None) -> Answer:
+    """Decode the texts of a request together with those of all others; one that cannot be decoded has an error.
+
+    Raises:
+        Exception: the device has failed, or there is a bug: the service is not healthy any more.
+    """
+    pending: list[Pending[Generation]] = []
+    answers: list[dict[str, Any]] = []
+    try:
+        pending.extend(model.generate_async(text, deadline=deadline) for text in texts)
+        answers.extend(map(answer, pending))
+    except (Overloaded, ModelClosed) as problem:
+        for one in pending:
+            one.cancel()
+        retry_after = getattr(problem, "retry_after", 1.0)
+        return HTTPStatus.SERVICE_UNAVAILABLE, {"error": str(problem), "retry_after": retry_after}
+    bad = all("error" in one for one in answers)
+    return HTTPStatus.UNPROCESSABLE_ENTITY if bad else HTTPStatus.OK, {"answers": answers}
+
+
+def answer(pending: Pending[Generation]) -> dict[str, Any]:
+    """An answer as JSON has it, once it is there."""
+    try:
+        found = pending.result()
+    except ModelClosed:
+        raise
+    except RequestError as problem:
+        return {"error": str(problem)}
+    return {"text": found.text, "score": found.score, "reason": found.reason.value}
+
+
+# The rest is Python's own server.
 
 
 class Service(ThreadingHTTPServer):
@@ -30,45 +67,37 @@ class Service(ThreadingHTTPServer):
 
     Attributes:
         model: what decodes.
-        batcher: what its texts go through.
-        ending: whether it takes nothing more.
+        ending: whether it ends.
+        failed: what went wrong with the device, if anything did.
     """
 
     daemon_threads = True  # idle connections must not keep the process alive; `end` waits for the others
-    request_queue_size = 128
+    request_queue_size = 512
 
-    def __init__(self, address: tuple[str, int], model: Model, batcher: Batcher) -> None:
+    def __init__(self, address: tuple[str, int], model: Model) -> None:
         super().__init__(address, Handler)
-        self.model, self.batcher, self.ending = model, batcher, False
-        self._busy, self._changed = 0, threading.Condition()
+        self.model, self.ending, self.failed = model, False, False
+        self.busy, self.changed = 0, threading.Condition()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that has gone is no error of ours; anything else is printed with its traceback."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
-    def enter(self) -> None:
-        """A request is being answered."""
-        with self._changed:
-            self._busy += 1
-
-    def leave(self) -> None:
-        """It has its answer."""
-        with self._changed:
-            self._busy -= 1
-            self._changed.notify_all()
-
     def end(self, *, seconds: float) -> None:
-        """Stop listening, answer what was asked so far, and go.
+        """Be no longer healthy, answer whoever has connected, and go.
 
         Args:
-            seconds: to do so; see `Batcher.close`.
+            seconds: to do so; what has no answer then gets 503.
         """
         self.ending = True
+        time.sleep(min(LAST_CALLS_SECONDS, seconds))
         self.shutdown()
-        self.batcher.close(seconds=seconds)
-        with self._changed:
-            self._changed.wait_for(lambda: not self._busy, timeout=IDLE_SECONDS)
+        while select.select([self.socket], [], [], 0)[0]:  # those who connected and were not accepted yet
+            self.handle_request()
+        self.model.close(drain=seconds)
+        with self.changed:
+            self.changed.wait_for(lambda: not self.busy, timeout=IDLE_SECONDS)
         self.server_close()
 
 
@@ -80,53 +109,51 @@ class Handler(BaseHTTPRequestHandler):
     timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
-        """Health and metrics."""
-        if self.path == "/health":
-            status = HTTPStatus.SERVICE_UNAVAILABLE if self.server.ending else HTTPStatus.OK
-            self._send(
-                status, {"status": "ending" if self.server.ending else "ok", "backend": self.server.model.backend}
-            )
-        elif self.path == "/metrics":
-            self._send_text(HTTPStatus.OK, "text/plain; version=0.0.4", metrics(self.server.batcher))
-        else:
+        """Health."""
+        if self.path != "/health":
             self._send(HTTPStatus.NOT_FOUND, {"error": f"there is no {self.path}"})
+        elif self.server.ending or self.server.failed:
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, {"status": "failed" if self.server.failed else "ending"})
+        else:
+            self._send(HTTPStatus.OK, {"status": "ok", "backend": self.server.model.backend})
 
     def do_POST(self) -> None:
         """Decode texts."""
-        self.server.enter()
+        with self.server.changed:
+            self.server.busy += 1
         try:
             self._send(*self._generate())
         finally:
-            self.server.leave()
+            with self.server.changed:
+                self.server.busy -= 1
+                self.server.changed.notify_all()
 
-    def _generate(self) -> tuple[HTTPStatus, dict[str, Any]]:
-        try:
-            length = int(self.headers.get("Content-Length", "-1"))
-        except ValueError:
-            length = -1
-        if not 0 <= length <= LARGEST_BODY:
+    def _generate(self) -> Answer:
+        told = self.headers.get("Content-Length", "")
+        if not told.isdecimal() or int(told) > LARGEST_BODY:
             self.close_connection = True
-            self.rfile.read(min(max(length, 0), MOST_UNREAD))  # whoever is still sending would not read the answer
             return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": f"a body has 0 to {LARGEST_BODY:,} bytes"}
-        body = self.rfile.read(length)
+        body = self.rfile.read(int(told))
         if self.path != "/generate":
             return HTTPStatus.NOT_FOUND, {"error": f"there is no {self.path}"}
         try:
             texts, deadline = parse(body)
         except ValueError as problem:
             return HTTPStatus.BAD_REQUEST, {"error": str(problem)}
-        return answer(self.server.batcher, texts, deadline)
+        try:
+            return generate(self.server.model, texts, deadline)
+        except Exception as problem:  # noqa: BLE001 (health tells, and so does the answer)
+            self.server.failed = True
+            self.log_error("the device has failed: %s", problem)
+            return HTTPStatus.SERVICE_UNAVAILABLE, {"error": "the service has failed", "retry_after": 10.0}
 
     def _send(self, status: HTTPStatus, body: dict[str, Any]) -> None:
-        self._send_text(status, "application/json", json.dumps(body, ensure_ascii=False))
-
-    def _send_text(self, status: HTTPStatus, kind: str, text: str) -> None:
-        content = text.encode()
+        content = json.dumps(body, ensure_ascii=False).encode()
         self.send_response(status)
-        self.send_header("Content-Type", kind)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
-        if status == HTTPStatus.SERVICE_UNAVAILABLE:
-            self.send_header("Retry-After", "1")
+        if "retry_after" in body:
+            self.send_header("Retry-After", str(max(1, round(body["retry_after"]))))
         if self.server.ending:
             self.send_header("Connection", "close")
             self.close_connection = True
@@ -134,7 +161,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 (http.server's name)
-        """Say nothing of every request: /metrics counts them."""
+        """Say nothing of every request: an observer of the model counts them."""
+
+    def log_error(self, format: str, *arguments: Any) -> None:  # noqa: A002
+        """Say what went wrong."""
+        print(format % arguments, file=sys.stderr)
 
 
 def parse(body: bytes) -> tuple[list[str], float | None]:
@@ -145,7 +176,7 @@ def parse(body: bytes) -> tuple[list[str], float | None]:
     """
     try:
         state = json.loads(body)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise ValueError(f"the body is not JSON: {problem}") from None
     texts = state.get("texts") if isinstance(state, dict) else None
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
@@ -156,66 +187,3 @@ def parse(body: bytes) -> tuple[list[str], float | None]:
     if deadline is not None and (type(deadline) not in {int, float} or not deadline >= 0):
         raise ValueError(f"deadline must be a number of seconds, found {deadline!r}")
     return texts, deadline
-
-
-def answer(batcher: Batcher, texts: list[str], deadline: float | None) -> tuple[HTTPStatus, dict[str, Any]]:
-    """Decode the texts of a request; one that cannot be decoded has an error in its place."""
-    submitted: list[Future[Generation]] = []
-    try:
-        submitted.extend(_submit(batcher, TextRequest(text=text, deadline=deadline)) for text in texts)
-        answers = [_state(future) for future in submitted]
-    except (OverloadedError, ClosingError) as problem:
-        for future in submitted:
-            future.cancel()
-        return HTTPStatus.SERVICE_UNAVAILABLE, {"error": str(problem) or "the service ends"}
-    bad = all("error" in one for one in answers)
-    return HTTPStatus.UNPROCESSABLE_ENTITY if bad else HTTPStatus.OK, {"answers": answers}
-
-
-def _submit(batcher: Batcher, request: TextRequest) -> Future[Generation]:
-    """What will hold the answer, or holds why there is none."""
-    try:
-        return batcher.submit(request)
-    except RequestError as problem:
-        refused: Future[Generation] = Future()
-        refused.set_exception(problem)
-        return refused
-
-
-def _state(future: Future[Generation]) -> dict[str, Any]:
-    """An answer as JSON has it, once it is there."""
-    try:
-        found = future.result()
-    except TfmExportError as problem:
-        return {"error": str(problem)}
-    return {"text": found.text, "score": found.score, "reason": found.reason.value}
-
-
-def metrics(batcher: Batcher) -> str:
-    """Counters in Prometheus' text format."""
-    counts = {**vars(batcher.counts), "waiting": batcher.waiting}
-    return "".join(f"embed_engine_{name} {value}\n" for name, value in counts.items())
-
-
-def serve(service: Service, stop: queue.SimpleQueue[int], *, seconds: float) -> None:
-    """Serve until told to stop; then answer what was asked, and return.
-
-    Args:
-        service: listening.
-        stop: a signal puts its number here. Of what threads wait for each other with, this alone may be used in a
-            signal's handler.
-        seconds: for the answers that are due at the end.
-    """
-    thread = threading.Thread(target=service.serve_forever, name="listener", daemon=True)
-    thread.start()
-    while True:
-        try:
-            # Python runs handlers when the main thread is awake: one that waits for ever may sleep through a signal.
-            stop.get(timeout=0.5)
-            break
-        except queue.Empty:
-            continue
-    begin = time.monotonic()
-    service.end(seconds=seconds)
-    thread.join()
-    print(f"ended in {time.monotonic() - begin:.1f} s: {service.batcher.counts}", flush=True)

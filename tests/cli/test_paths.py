@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import tfm_export
+from tests import skips
 from tfm_export.bundle import MANIFEST
 from tfm_export.json_text import write_json
 from tfm_export.pinned_folder import utf8_path
@@ -26,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
     try:
         path.mkdir()
     except OSError as problem:
-        pytest.skip(f"this disk has no such names: {problem}")
+        skips.skip("a disk whose names may be any bytes", "make test", "on such a disk", found=str(problem))
     return path
 
 

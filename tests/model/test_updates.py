@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import tfm_export
+from tests import skips
 from tests.conftest import build_tiny_model
 from tests.emulation.onnx_cuda import emulated_provider
 from tests.model.conftest import ROOT, WORDS
@@ -265,7 +266,7 @@ def test_small_weights_are_copied_and_large_ones_mapped(versions: Path, monkeypa
         return any(line.endswith(WEIGHTS) for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())
 
     if not sys.platform.startswith("linux"):
-        pytest.skip("what is mapped is read from /proc")
+        skips.skip("/proc, which tells what is mapped", *skips.ON_LINUX)
     for limit, copy, expects in (
         (64_000_000, None, False),
         (0, None, True),

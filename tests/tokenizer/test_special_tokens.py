@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tfm_export.bundle import SourceIds, SpecialIds
-from tfm_export.tokenizer.special_tokens import SpecialTokens, is_doubtful, told_id
+from tfm_export.tokenizer.special_tokens import NamedSpecialIds, is_doubtful, told_id
 
 
 def test_a_token_tells_its_id_if_it_is_the_only_one() -> None:
@@ -52,7 +52,7 @@ def test_the_table_and_what_is_asked() -> None:
         source=SourceIds(pad=0, bos=3, eos=None, unk=3),
     )
     tokens = {"source": {0: "<pad>", 3: "a"}, "target": {0: "<blank>", 1: "<go>"}}
-    found = SpecialTokens(ids=ids, tokens=tokens)
+    found = NamedSpecialIds(ids=ids, tokens=tokens)
     assert found.rows()[1:] == [
         ["pad", "0 '<pad>'", "0 '<blank>'"],
         ["bos", "3 'a', added", "1 '<go>'"],
@@ -64,7 +64,7 @@ def test_the_table_and_what_is_asked() -> None:
         "is 'a' the source's unk, id 3? --source-unk gives another",
         "is '<go>' the target's unk, id 1? --unk gives another, --source-unk alone one for sources only",
     ]
-    untold = SpecialTokens(ids=SpecialIds(pad=0, bos=1, eos=2, unk=1, source_ends_with_eos=False))
+    untold = NamedSpecialIds(ids=SpecialIds(pad=0, bos=1, eos=2, unk=1, source_ends_with_eos=False))
     assert [doubt.split("?")[0] for doubt in untold.doubts()] == [
         "is id 1 the source's bos and unk",
         "is id 1 the target's bos and unk",

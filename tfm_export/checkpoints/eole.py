@@ -133,7 +133,7 @@ def _tell(found: PartialCheckpoint, stacks: Mapping[str, Mapping[str, Any]], emb
     heads = [values.get("heads", 8) for values in stacks.values()]
     found.know_heads(heads, OPTIONS)
     for stack, values in stacks.items():
-        if values.get("heads_kv") not in {None, values.get("heads", 8)}:
+        if values.get("heads_kv") not in [None, values.get("heads", 8)]:
             found.problems.append(f"heads_kv is {quote(values['heads_kv'])} in the {stack}, which is not supported")
     widths = [found.keys.size(f"{stack}.{QUERY}", 0) for stack in STACKS]
     if any(width != found.value("d_model") for width in widths) and all(

@@ -151,7 +151,10 @@ def _unknown_id(contents: Contents) -> int | None:
         if not isinstance(model, dict):
             return None
         vocabulary, token = model.get("vocab"), model.get("unk_token")
-        found = vocabulary.get(token) if isinstance(vocabulary, dict) else model.get("unk_id")
+        if isinstance(vocabulary, dict):
+            found = vocabulary.get(token) if isinstance(token, str) else None
+        else:
+            found = model.get("unk_id")
     else:
         found = read_json(contents.files["vocab.json"]).get("<unk>") if "vocab.json" in contents.files else None
     return found if isinstance(found, int) else None

@@ -85,11 +85,12 @@ def id_problems(known: Mapping[str, Any], sizes: Mapping[str, int]) -> list[str]
         for (side, role), i in ids.items()
         if i is not None and not 0 <= i < sizes[side]
     ]
-    shared = [(i, role) for (side, role), i in ids.items() if role != "unk" and i == ids.get((side, "unk"), -1)]
+    # `inspect` asks about sources, whose ids may be those of targets for want of others.
+    unk = known.get("unk")
     problems += [
-        f"unk id {i} is {role} too: an unknown word would be taken for it"
-        for i, role in dict.fromkeys(shared)
-        if i is not None
+        f"unk id {unk} is {role} too: an unknown word would be taken for it"
+        for role in ROLES
+        if role != "unk" and unk is not None and known.get(role) == unk
     ]
     return problems + [
         f"{name} is true, and the source's vocabulary has no {role}: --source-{role} gives one"

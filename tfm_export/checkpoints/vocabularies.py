@@ -23,6 +23,7 @@ MOST_IDS = 10_000_000  # of a dictionary that writes its ids
 # Of slow tokenizers: M2M-100's, PLBart's, mBART's; T5's and Pegasus's.
 SENTENCE_PIECES = ("sentencepiece.bpe.model", "spiece.model", "spm.model")
 M2M_100 = "sentencepiece.bpe.model"  # the name of its file
+MADE_UP_WORDS = 8  # at the end of M2M-100's embedding, as its tokenizer has them
 FAIRSEQ_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")  # of every fairseq dictionary, and not in its file
 
 
@@ -112,6 +113,8 @@ def _m2m_100(files: Mapping[str, Path], config: TransformerConfig, said: list[st
     ids = read_json(files["vocab.json"])
     ids |= {f"__{code}__": len(ids) + i for i, code in enumerate(codes)}
     size = min(_size(config, side) for side in SIDES)
+    if 0 < (missing := size - len(ids)) <= MADE_UP_WORDS:
+        ids |= {f"madeupword{i:04}": len(ids) + i for i in range(missing)}
     tokens = _named(ids, "source and target", size, files["vocab.json"], said)
     models = dict.fromkeys(SIDES, files[M2M_100].read_bytes())
     return piece_files(models, dict.fromkeys(SIDES, tokens), source_language=settings.get("src_lang") or "en")

@@ -122,7 +122,7 @@ def variants_table(bundle: Bundle) -> str:
         )
     head = ["variant", "weights", "compute", "for", "in these numbers", "as fp32", "metric", "speed", "size"]
     keep = [i for i in range(len(head)) if any(row[i] for row in rows)]
-    text = table([[row[i] for i in keep] for row in [head, *rows]], right=[keep.index(8)])
+    text = table([[row[i] for i in keep] for row in [head, *rows]], right=[keep.index(8)] if keep else [])
     notes = {name: saturation_note(bundle, name) for name in bundle.manifest.variants}
     return "\n".join([text, *(f"note: {name}: {note}" for name, note in notes.items() if note)])
 

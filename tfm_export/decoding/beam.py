@@ -101,9 +101,7 @@ class Beam(Search):
         return self._at_their_end(batch, ready, full)
 
     def _refuse_dead_ends(self, sums: Doubles, ready: Ids, batch: Batch) -> None:
-        lost = ready[sums[:, 0] == -np.inf].tolist()
-        if lost and not all(batch.live[row].finished for row in lost):
-            self.context.check_possible(sums[:, 0], ready, batch)
+        self.context.note_dead_ends(sums[:, 0], ready, batch)
 
     def _silence_ends_after_prefix(self, sums: Doubles, tokens: Ids, ready: Ids, batch: Batch) -> None:
         """Under CTranslate2's rule, right after a forced prefix only the best candidate may end; others die there."""

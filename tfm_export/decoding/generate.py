@@ -12,7 +12,7 @@ from tfm_export.decoding.checks import check_requests
 from tfm_export.decoding.options import DecodeOptions
 from tfm_export.decoding.request import Request, SettledToken
 from tfm_export.decoding.result import Result, merged
-from tfm_export.decoding.session import DecodingSession, decode
+from tfm_export.decoding.session import DecodingSession, decode_each
 from tfm_export.errors import RequestError
 from tfm_export.runtime.step_model import StepModel
 
@@ -52,11 +52,39 @@ def generate(
         check_requests(model, requests, options, special)
     if options.return_alternatives:
         return alternatives(model, requests, options, special)
+    return _raised(_generate_each(model, requests, options, special))
+
+
+def generate_each(
+    model: StepModel, requests: Sequence[Request], options: DecodeOptions, special: SpecialIds
+) -> list[Result | Exception]:
+    """Decode requests that were checked: a result for each, or the exception of its own constraint or callback."""
+    if options.return_alternatives:
+        return [*alternatives(model, requests, options, special)]
+    return _generate_each(model, requests, options, special)
+
+
+def _generate_each(
+    model: StepModel, requests: Sequence[Request], options: DecodeOptions, special: SpecialIds
+) -> list[Result | Exception]:
     draws = options.num_hypotheses if options.samples else 1
     if draws == 1:
-        return decode(model, requests, options, special)
-    drawn = decode(model, [replace(r, draw=d) for r in requests for d in range(draws)], options, special)
-    return [merged(drawn[i : i + draws]) for i in range(0, len(drawn), draws)]
+        return decode_each(model, requests, options, special)
+    drawn = decode_each(model, [replace(r, draw=d) for r in requests for d in range(draws)], options, special)
+    found: list[Result | Exception] = []
+    for place in range(0, len(drawn), draws):
+        several = drawn[place : place + draws]
+        problem = next((one for one in several if isinstance(one, Exception)), None)
+        found.append(problem or merged([one for one in several if isinstance(one, Result)]))
+    return found
+
+
+def _raised(results: Sequence[Result | Exception]) -> list[Result]:
+    """The results, unless one is an exception: that is raised."""
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return [result for result in results if isinstance(result, Result)]
 
 
 def stream(
@@ -105,6 +133,8 @@ def stream(
             yield from settled
             settled.clear()
             for _, result in answers:
+                if isinstance(result, Exception):
+                    raise result
                 # Of a beam search that a callback ended, the best hypothesis goes on behind what had settled.
                 rest = slice(told, None)
                 log_probs = result.hypotheses[0].log_probs or [math.nan] * len(result.tokens)

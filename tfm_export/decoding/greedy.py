@@ -40,7 +40,7 @@ class Greedy(Search):
         """Append a token to each of the rows, and name those that came to their end."""
         values, ids = self._top.best(output, ready)  # [R, Q, M]; what follows is in the last query
         if self._top.edited:
-            self.context.check_possible(values[:, -1, 0], ready, batch)
+            self.context.note_dead_ends(values[:, -1, 0], ready, batch)
         values, tokens = self._draw(values[:, -1], ids[:, -1], ready, batch)  # [R]
         if self._options.return_logits_vocab:
             for row in ready.tolist():
@@ -61,7 +61,7 @@ class Greedy(Search):
         if not self._options.samples:
             return values[:, 0], ids[:, 0]
         draws = [
-            sample(values[place], ids[place], self._options, batch.live[row].random)
+            0 if batch.live[row].problem else sample(values[place], ids[place], self._options, batch.live[row].random)
             for place, row in enumerate(ready.tolist())
         ]
         place = np.arange(len(ready))

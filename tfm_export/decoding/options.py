@@ -270,7 +270,8 @@ def _wrong_types(o: DecodeOptions) -> Iterator[str]:
     for field in fields(o):
         kind, what = kinds.get(str(field.type).removesuffix(" | None"), (object, ""))
         value = getattr(o, field.name)
-        if not isinstance(value, kind) and (value is not None or field.default is not None):
+        is_kind = isinstance(value, kind) and (kind is object or not isinstance(value, bool))
+        if not is_kind and (value is not None or field.default is not None):
             yield f"{field.name} must be {what}, found {quote(value)}"
     for name in ("target_prefix", "start_tokens", "begin_suppress_tokens", "end_token"):
         value = getattr(o, name)

@@ -131,6 +131,7 @@ class RequestState:
         ends: when its deadline is over, on the same clock.
         steps: decoder steps that it took part in.
         told: tokens that on_tokens was called with.
+        problem: what ends it without a result: an exception of its constraint or callback, or that nothing may follow.
     """
 
     number: int
@@ -150,6 +151,7 @@ class RequestState:
     ends: float = math.inf
     steps: int = 0
     told: int = 0
+    problem: Exception | None = None
 
     def begin(self) -> None:
         """Note that it joins a batch now."""
@@ -183,7 +185,9 @@ def target_beginning(request: Request, options: DecodeOptions) -> tuple[int, ...
 
 def are_ids(value: object) -> bool:
     """Whether these are integers; whether a vocabulary has them is checked where requests come in."""
-    return isinstance(value, Iterable) and all(isinstance(i, numbers.Integral) for i in value)
+    return isinstance(value, Iterable) and all(
+        isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in value
+    )
 
 
 def check_ending(deadline: object, cancelled: object, budget: object = None) -> None:
@@ -199,7 +203,10 @@ def check_ending(deadline: object, cancelled: object, budget: object = None) -> 
     """
     most = sys.float_info.max
     for name, value in (("deadline", deadline), ("budget", budget)):
-        if value is not None and not (isinstance(value, numbers.Real) and (value <= most or value == math.inf)):
+        if value is None:
+            continue
+        is_number = isinstance(value, numbers.Real) and (value <= most or value == math.inf)
+        if isinstance(value, bool) or not is_number:
             raise RequestError(f"{name} must be a number of seconds, found {quote(value)}")
     if cancelled is not None and not callable(getattr(cancelled, "is_set", None)):
         raise RequestError(f"cancelled must have is_set(), as a threading.Event has, found {quote(cancelled)}")

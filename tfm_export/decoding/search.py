@@ -6,7 +6,7 @@ A search keeps nothing of a row: hypotheses, masks and caches are the batch's, a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from tfm_export.decoding.attention import coverage
 from tfm_export.decoding.batch import Batch
 from tfm_export.decoding.options import DecodeOptions
-from tfm_export.decoding.request import Request
+from tfm_export.decoding.request import Request, are_ids
 from tfm_export.decoding.result import Hypothesis, Reason
 from tfm_export.decoding.scores import NO_EDIT, Edit, Editor
 from tfm_export.decoding.top_tokens import TopTokens
 from tfm_export.errors import RequestError
+from tfm_export.quotation import quote
 from tfm_export.runtime.step_model import Ids, StepOutput
 
 Ended = list[tuple[int, Reason]]  # rows that came to their end, and why
@@ -70,22 +71,41 @@ class SearchContext:
         return {row: self._edits_of(batch, row) for row in edited}
 
     def _edits_of(self, batch: Batch, row: int) -> list[Edit]:
-        """The edits of a row's hypotheses. Dead ones have that of the first living one: no constraint is asked."""
+        """The edits of a row's hypotheses. Dead ones have that of the first living one: no constraint is asked.
+
+        What a constraint raises is the request's `problem`, and no one else's.
+        """
         state, alive = batch.live[row], (batch.histories.scores[row] > -np.inf).tolist()
-        edits = {
-            beam: self.editor.edit(
-                batch.histories.of(row, beam)[0],
-                state.wished,
-                state.constraint,
-                forced=len(state.forced),
-                source=state.source,
-                start_token=state.request.start_token,
-            )
-            for beam, lives in enumerate(alive)
-            if lives
-        }
+        try:
+            edits = {
+                beam: self.editor.edit(
+                    batch.histories.of(row, beam)[0],
+                    state.wished,
+                    state.constraint,
+                    forced=len(state.forced),
+                    source=state.source,
+                    start_token=state.request.start_token,
+                )
+                for beam, lives in enumerate(alive)
+                if lives
+            }
+            self._check_allowed(edits.values())
+        except Exception as problem:  # noqa: BLE001 (whoever asked is told)
+            state.problem = problem
+            edits = {}
         first = next(iter(edits.values()), NO_EDIT)
         return [edits.get(beam, first) for beam in range(len(alive))]
+
+    def _check_allowed(self, edits: Iterable[Edit]) -> None:
+        """Refuse what a constraint allows and the vocabulary has not."""
+        for edit in edits:
+            if edit.allowed is None:
+                continue
+            if wrong := [i for i in edit.allowed if not are_ids([i]) or not 0 <= i < self.vocabulary]:
+                raise RequestError(
+                    f"a constraint allows ids that the vocabulary of {self.vocabulary} lacks: "
+                    f"{', '.join(quote(i) for i in wrong[:8])}"
+                )
 
     def hypothesis(
         self, batch: Batch, row: int, beam: int, extension: tuple[list[int], list[float]] = ([], [])
@@ -112,15 +132,13 @@ class SearchContext:
             attention=attention,
         )
 
-    def check_possible(self, best: NDArray[np.floating[Any]], rows: Ids, batch: Batch) -> None:
-        """Refuse to go on where nothing may follow.
-
-        Raises:
-            RequestError: naming the tokens after which that is so.
-        """
-        if (best == -np.inf).any():
-            row = int(rows[np.argmin(best)])
-            raise RequestError(
+    def note_dead_ends(self, best: NDArray[np.floating[Any]], rows: Ids, batch: Batch) -> None:
+        """Where nothing may follow, that is the request's `problem`, which names the tokens after which it is so."""
+        for row in rows[best == -np.inf].tolist():
+            state = batch.live[row]
+            if state.problem or state.finished:
+                continue
+            state.problem = RequestError(
                 f"after the tokens {batch.histories.of(row, 0)[0]} of the target, the options leave none that may "
                 "follow",
                 hint="a constraint that allows the end token there, or fewer suppressed tokens",

@@ -25,7 +25,7 @@ from tfm_export.decoding.waiting import WaitingRequests
 from tfm_export.errors import RequestError
 from tfm_export.runtime.step_model import Ids, StepModel
 
-Answers = list[tuple[int, Result]]
+Answers = list[tuple[int, Result | Exception]]
 
 MOST_SEARCHES = 64  # of different options that a session remembers
 
@@ -133,10 +133,10 @@ class DecodingSession:
             interrupted: asked between two steps; True if the next one is to wait for another call.
 
         Returns:
-            The requests that came to their end, by number, and their results.
+            The requests that came to their end, by number, and their results; or an exception: one that the request's
+            constraint or callback raised, or a `RequestError` where the options leave no token that may follow.
 
         Raises:
-            RequestError: the options leave no token that may follow.
             NumericError: the model gave a number that is not finite. After an error, a session is to be closed.
         """
         batch, ended = self._batch, self._given_up()
@@ -146,12 +146,14 @@ class DecodingSession:
             for state in batch.live:
                 state.steps += taken
         for row, state in enumerate(batch.live):
-            if state.request.on_tokens is not None and self._tell_settled(row, state, row in ended):
+            if self._wants_to_end(row, state, row in ended):
                 ended.setdefault(row, Reason.CALLBACK)
         for row in sorted(ended, reverse=True):
             state = batch.live[row]
-            hypotheses = state.search.hypotheses(batch, row)
-            answers.append((state.number, self._result(state, hypotheses, ended[row])))
+            if state.problem is not None:
+                answers.append((state.number, state.problem))
+            else:
+                answers.append((state.number, self._result(state, state.search.hypotheses(batch, row), ended[row])))
             batch.leave(row)
         if ended:
             batch.settle()
@@ -289,6 +291,15 @@ class DecodingSession:
 
     # Telling.
 
+    def _wants_to_end(self, row: int, state: RequestState, ended: bool) -> bool:
+        """Tell a request what has settled. Returns whether it is to end, since it wants to or something went wrong."""
+        if state.problem is None and state.request.on_tokens is not None:
+            try:
+                return self._tell_settled(row, state, ended)
+            except Exception as problem:  # noqa: BLE001 (whoever asked is told)
+                state.problem = problem
+        return state.problem is not None
+
     def _tell_settled(self, row: int, state: RequestState, ended: bool) -> bool:
         if not ended:
             return self._tell(state, *state.search.settled(self._batch, row))
@@ -329,9 +340,25 @@ def unbegun(request: Request, options: DecodeOptions, reason: Reason) -> Result:
 
 
 def decode(model: StepModel, requests: Sequence[Request], options: DecodeOptions, special: SpecialIds) -> list[Result]:
-    """A result for each of the requests, which were checked; the longest sources are decoded first."""
+    """A result for each of the requests, which were checked; see `decode_each`.
+
+    Raises:
+        Exception: what a request has in the place of a result.
+    """
+    results = []
+    for result in decode_each(model, requests, options, special):
+        if isinstance(result, Exception):
+            raise result
+        results.append(result)
+    return results
+
+
+def decode_each(
+    model: StepModel, requests: Sequence[Request], options: DecodeOptions, special: SpecialIds
+) -> list[Result | Exception]:
+    """A result, or an exception of its own, for each of the requests; the longest sources are decoded first."""
     order = sorted(range(len(requests)), key=lambda i: -len(requests[i].source))
-    results: dict[int, Result] = {}
+    results: dict[int, Result | Exception] = {}
     with DecodingSession(model, options, special) as session:
         for i in order:
             session.add(requests[i])

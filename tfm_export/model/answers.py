@@ -205,7 +205,7 @@ class AsyncStream(Generic[PieceT_co]):
         self,
         begin: Callable[[Callable[[list[SettledToken]], None]], Pending[Generation]],
         pieces: Callable[[list[SettledToken]], list[Any]],
-        rest: Callable[[str], list[Any]],
+        rest: Callable[[Generation], list[Any]],
     ) -> None:
         loop = asyncio.get_running_loop()
         mailbox, self._pieces, self._rest = Mailbox.of(loop), pieces, rest
@@ -233,7 +233,7 @@ class AsyncStream(Generic[PieceT_co]):
             if self._end.done():
                 if self.answer is None:
                     self.answer = self._end.result()
-                    self._ready += self._rest(self.answer.text)
+                    self._ready += self._rest(self.answer)
                     continue
                 raise StopAsyncIteration
             self._news.clear()

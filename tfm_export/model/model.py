@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, NoReturn, Self, overload
 
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, Request, SettledToken, score
@@ -664,7 +664,7 @@ class Model:
         """The bundle's defaults for the options that were not given and do not contradict those that were."""
         generation = self.bundle.manifest.generation
         samples = given.get("sampling_topk", generation.options.get("sampling_topk", 1)) != 1
-        searches = given.get("sampling_topk") == 1 or given.get("beam_size", 1) > 1
+        searches = given.get("sampling_topk") == 1 or given.get("beam_size", 1) not in {1, None}
         defaults = {
             "max_decoding_length": generation.max_length,
             "beam_size": 1 if samples else generation.beam_size,
@@ -676,6 +676,9 @@ class Model:
     def _check_open(self) -> None:
         if self._closed:
             raise ModelClosed("the model is closed", "load the bundle again")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a model cannot be copied or pickled: load the bundle in each process, with tfm_export.load")
 
 
 def check_stream(options: DecodeOptions) -> None:

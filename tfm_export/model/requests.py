@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -21,6 +21,7 @@ LongSource = Literal["refuse", "truncate"]
 LONG_SOURCE = ("refuse", "truncate")
 SpecialTokens = Literal["read", "escape"]
 SPECIAL_TOKENS = ("read", "escape")
+MOST_CHARACTERS = 1000  # of a token, on the average of a text
 SHORTER = "long_source='truncate' (--long-source truncate) to cut it, or split the text"
 
 OF_TEXTS = {"text", "source_language", "target_language"}
@@ -178,6 +179,9 @@ class SourceReader:
         if isinstance(item, RequestError):
             raise item
         asked = item if isinstance(item, TextRequest) else TextRequest(text=item)
+        if call.long_source == "refuse":
+            _check_text(asked.text)
+            self.refuse_endless(asked.text)
         prefix = None if asked.target_prefix is None else self.known_target(asked.target_prefix)
         reading = Reading(
             source_language=call.source_language if asked.source_language is None else asked.source_language,
@@ -210,6 +214,19 @@ class SourceReader:
         tokenizer = self.tokenizer
         _check_text(text)
         return tokenizer.encode_source(text, reading)
+
+    def refuse_endless(self, text: str) -> None:
+        """Refuse a text by its length, before time is spent on its tokens.
+
+        Raises:
+            RequestError: it has so many characters that it surely has too many tokens.
+        """
+        most = self._model.limits.max_source_length * MOST_CHARACTERS
+        if len(text) > most:
+            raise RequestError(
+                f"the text has {len(text):,} characters: more than {most:,} are more tokens than the model takes",
+                SHORTER,
+            )
 
     def cut(self, ids: list[int], long_source: LongSource) -> list[int]:
         """Ids without those that are too many, if they are to be cut; the end token is kept."""
@@ -289,8 +306,9 @@ def collect(name: str, items: Iterable[ItemT], encode: Callable[[ItemT], Encoded
     Raises:
         RequestError: some cannot be encoded, or there is no sequence of them.
     """
-    if not isinstance(items, Iterable):
-        raise RequestError(f"expected a {name}, or a sequence with a {name} each, found {quote(items)}")
+    given: object = items
+    if isinstance(given, Mapping | bytes | str) or not isinstance(given, Iterable):
+        raise RequestError(f"expected a {name}, or a sequence with a {name} each, found {quote(given)}")
     items, encoded, errors = list(items), [], []
     for number, item in enumerate(items):
         try:

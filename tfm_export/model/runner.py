@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -15,11 +16,13 @@ import numpy as np
 
 from tfm_export.bundle import Bundle
 from tfm_export.decoding import DecodeOptions, DecodingSession, Hypothesis, Result, SettledToken, generate, stream
+from tfm_export.decoding.generate import generate_each
 from tfm_export.decoding.request import are_ids
 from tfm_export.errors import NumericError, RequestError, TfmExportError
 from tfm_export.model.answers import Generation, Piece
 from tfm_export.model.requests import Call, Either, Source
 from tfm_export.quotation import quote
+from tfm_export.runtime.forks import tell_of_forks
 from tfm_export.runtime.step_model import StepModel
 from tfm_export.runtime.threads import MOST_THREADS
 from tfm_export.tokenizer import Tokenizer
@@ -50,6 +53,11 @@ class Runner:
         self._special, self._step_model, self._tokenizer = bundle.manifest.special_ids, step_model, tokenizer
         self._attending: StepModel | None = None
         self._lock = threading.Lock()
+        tell_of_forks(self)
+
+    def after_fork(self) -> None:
+        """In a fork, nobody holds the lock; see `tfm_export.runtime.forks`."""
+        self._lock = threading.Lock()
 
     def answers(self, sources: Sequence[Source], options: DecodeOptions) -> list[Generation]:
         """Decode together."""
@@ -75,7 +83,20 @@ class Runner:
         if not (are_ids([workers]) and 1 <= workers <= MOST_THREADS):
             raise RequestError(f"workers must be an integer from 1 to {MOST_THREADS:,}, found {quote(workers)}")
         batch = call.options.max_batch_size if call.options.batch_type == "examples" else 32
-        size, given_up = window or BATCHES_AHEAD * batch * workers, threading.Event()
+        size = window or BATCHES_AHEAD * batch * workers
+        return self._iterate(items, read, call, size=size, workers=workers, on_error=on_error)
+
+    def _iterate(
+        self,
+        items: Iterable[ItemT],
+        read: Read[ItemT],
+        call: Call,
+        *,
+        size: int,
+        workers: int,
+        on_error: OnError,
+    ) -> Iterator[Generation | TfmExportError]:
+        given_up = threading.Event()
         if workers > 1:
             call = replace(call, cancelled=Either(call.cancelled, given_up))
         windows = _windows(items, read, call, size)
@@ -128,12 +149,27 @@ class Runner:
     def _each(self, sources: Sequence[Source], options: DecodeOptions) -> Answered:
         """Decode together; where that fails, in halves, so that all but those that fail have their answers."""
         try:
-            return [*self.answers(sources, options)]
+            requests = [source.request for source in sources]
+            results = generate_each(self._model_for(options), requests, options, self._special)
+            return [self._answered(*pair, options) for pair in zip(sources, results, strict=True)]
+        except MemoryError:
+            if len(sources) == 1:
+                return [RequestError("there is not enough memory to decode this", "a smaller beam_size")]
         except (RequestError, NumericError) as error:
             if len(sources) == 1:
                 return [error]
         middle = len(sources) // 2
         return self._each(sources[:middle], options) + self._each(sources[middle:], options)
+
+    def _answered(
+        self, source: Source, result: Result | Exception, options: DecodeOptions
+    ) -> Generation | TfmExportError:
+        """The answer to a source, or an error of ours; what a caller's own code raised is raised again."""
+        if isinstance(result, TfmExportError):
+            return result
+        if isinstance(result, Exception):
+            raise result
+        return self.generation(source, result, options)
 
     def tokens(self, source: Source, options: DecodeOptions) -> Generator[SettledToken, None, Generation]:
         """Decode one source token by token; the tokens of a text are pieces of its target."""
@@ -142,7 +178,7 @@ class Runner:
             if isinstance(item, Result):
                 answer = self.generation(source, item, options)
                 if source.text is not None:
-                    yield from pieces.rest(answer.text)
+                    yield from pieces.rest(answer)
                 return answer
             if source.text is None or self._tokenizer is None:
                 yield item
@@ -226,10 +262,13 @@ class Pieces:
             self._held = None if whole else token
         return pieces
 
-    def rest(self, text: str) -> list[Piece]:
-        """What is left to be told of the answer's text once that is there."""
-        held, self._held = self._held, None
-        return [] if held is None else [Piece(held.token, held.log_prob, text[len(self._told) :])]
+    def rest(self, answer: Generation) -> list[Piece]:
+        """What is left to be told once the answer is there: tokens that had not settled, and what was held."""
+        log_probs = answer.hypotheses[0].log_probs or [math.nan] * len(answer.tokens)
+        pairs = [*zip(answer.tokens, log_probs, strict=False)][len(self._ids) :]
+        pieces, held = self.add([SettledToken(*pair) for pair in pairs]), self._held
+        self._held = None
+        return pieces if held is None else [*pieces, Piece(held.token, held.log_prob, answer.text[len(self._told) :])]
 
 
 def _windows(items: Iterable[ItemT], read: Read[ItemT], call: Call, size: int) -> Iterator[Window]:

@@ -26,6 +26,7 @@ from tfm_export.model.answers import Generation, Mailbox, joined
 from tfm_export.model.observer import Observer, Report
 from tfm_export.model.requests import Call, Source
 from tfm_export.model.runner import Runner
+from tfm_export.runtime.forks import tell_of_forks
 
 SPARE_LANES = 4  # open batches that a worker keeps while nobody is in them
 FEW = 64  # deadlines of tasks that wait no longer, which may be kept
@@ -126,6 +127,15 @@ class Scheduler:
     def __init__(self, runner: Runner, *, workers: int, max_waiting: int, observer: Observer) -> None:
         self._runner, self._observer = runner, observer
         self._workers, self._max_waiting = workers, max_waiting
+        self._closed = self._stopping = False
+        self._begin()
+        tell_of_forks(self)
+
+    def after_fork(self) -> None:
+        """Begin anew in a fork, which has no workers: what waits is the parent's, and has its answer there."""
+        self._begin()
+
+    def _begin(self) -> None:
         self._changed = threading.Condition()
         # Guarded by it:
         self._inbox: deque[Ticket] = deque()
@@ -135,7 +145,6 @@ class Scheduler:
         self._unanswered: set[Ticket] = set()
         self._threads: list[threading.Thread] = []
         self._size = self._idle = 0  # sources that wait; workers that wait for any
-        self._closed = self._stopping = False
         self._counter, self._looked, self._answers = itertools.count(), 0.0, Rate()
 
     # For callers.

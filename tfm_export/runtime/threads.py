@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from numbers import Integral
 from pathlib import Path
 
 from tfm_export.errors import RequestError
@@ -16,6 +17,9 @@ def threads_to_use(threads: int | None) -> int:
     Raises:
         RequestError: it is below 1 or above `MOST_THREADS`.
     """
+    given: object = threads
+    if given is not None and (isinstance(given, bool) or not isinstance(given, Integral)):
+        raise RequestError(f"threads must be an integer, found {given!r}")
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise RequestError(f"threads must be from 1 to {MOST_THREADS:,}, found {threads:,}")
     return threads or usable_cpus()

@@ -107,6 +107,10 @@ class VariantFiles:
         options.add_external_initializers_from_files_in_memory([WEIGHTS], [content], [len(content)])
         return [content]
 
+    def after_fork(self) -> None:
+        """In a fork: nobody holds the lock there. The open file is that of the parent, and reads as well."""
+        self._lock = threading.Lock()
+
     def close(self) -> None:
         """Let go of the weights' file. Graphs can no longer be loaded."""
         with self._lock:
@@ -136,9 +140,7 @@ class VariantFiles:
 
     def _read_weights(self) -> bytes:
         """The weights, which must be those that were loaded first."""
-        os.lseek(self._descriptor, 0, os.SEEK_SET)
-        with open(self._descriptor, "rb", closefd=False) as file:
-            content = file.read()
+        content = _read(self._descriptor, self._loaded.st_size)
         changed = stamp(os.fstat(self._descriptor)) != stamp(self._loaded)
         if changed and hashlib.sha256(content).hexdigest() != self._hash:
             raise BundleError(f"{self.folder / WEIGHTS} was written to after it had been loaded", _AGAIN)
@@ -149,6 +151,18 @@ class VariantFiles:
         expected = self._stamps.get(name)
         if expected is not None and stamp(status) != expected:
             raise BundleError(f"{self.folder / name} was replaced or written to after {MANIFEST} was read", _AGAIN)
+
+
+def _read(descriptor: int, size: int) -> bytes:
+    """All of a file, whatever its place is: forks of a process share that, and may read at the same time."""
+    if not hasattr(os, "pread"):  # Windows, which has no forks
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    content = os.pread(descriptor, size, 0)  # a gigabyte or two at most
+    while len(content) < size and (more := os.pread(descriptor, size - len(content), len(content))):
+        content += more
+    return content
 
 
 def _open(path: Path) -> int:

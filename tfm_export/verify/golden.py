@@ -75,7 +75,11 @@ def read_golden(bundle: Bundle, name: str) -> list[Golden]:
         BundleError: a line is not a golden input.
     """
     golden = []
-    for number, line in enumerate(split_lines(read_text(bundle.path / name)), 1):
+    try:
+        lines = split_lines(read_text(bundle.path / name))
+    except UnicodeDecodeError as problem:
+        raise BundleError(f"{name} is not text in UTF-8: {problem}", "export again") from None
+    for number, line in enumerate(lines, 1):
         try:
             golden.append(_golden(parse_json(line)))
         except (ValueError, TypeError, KeyError, AttributeError) as problem:

@@ -8,6 +8,7 @@ buffers that stay bound until a shape changes.
 from __future__ import annotations
 
 import copy
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.checks import check_encode, check_finite, check_step_arrays, check_steps, step_problems
 from tfm_export.runtime.cpu.host_memory import HostMemory, HostPool
 from tfm_export.runtime.cpu.saturation import needs_wide_sums
+from tfm_export.runtime.forks import keep_for_ever, tell_of_forks
 from tfm_export.runtime.onnx_sessions import check_form, run_bound, session_options
 from tfm_export.runtime.step_model import Capabilities, Floats, Ids, Mask, Sentences, StepModel, StepOutput, Until
 from tfm_export.runtime.threads import threads_to_use
@@ -91,14 +93,46 @@ class OnnxModel(StepModel):
         self._closes_files = files is None
         self._files = files or VariantFiles(bundle, variant, folder=folder, copy=copy)
         self._threads, self._exact = threads, exact
-        outputs = encoder_outputs(self.dimensions, self.float_type)
-        self._encoder: InferenceSession | None = self._load(ENCODER, encoder_inputs(), outputs)
+        self._lock, self._inherited = threading.Lock(), False
+        self._encoder: InferenceSession | None = self._load_encoder()
+        self._decoder_step: InferenceSession | None = self._load_step()
+        tell_of_forks(self)
+
+    def _load_encoder(self) -> InferenceSession:
+        return self._load(ENCODER, encoder_inputs(), encoder_outputs(self.dimensions, self.float_type))
+
+    def _load_step(self) -> InferenceSession:
+        attention = self.capabilities.gives_attention
         inputs = decoder_step_inputs(self.dimensions, self.float_type)
-        outputs = decoder_step_outputs(self.dimensions, self.float_type)
-        self._decoder_step: InferenceSession | None = self._load(DECODER_STEP, inputs, outputs)
+        outputs = decoder_step_outputs(self.dimensions, self.float_type, attention=attention)
+        return self._load(DECODER_STEP_ATTENTION if attention else DECODER_STEP, inputs, outputs)
 
     def _load(self, name: str, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> InferenceSession:
         return load_session(self._files, name, inputs, outputs, self._threads, exact=self._exact)
+
+    def after_fork(self) -> None:
+        """Leave the sessions to the parent: this process loads its own, from the same files, when it needs them."""
+        self._lock, self._pools = threading.Lock(), (HostPool(), HostPool())
+        self._files.after_fork()
+        if self._encoder is not None:
+            keep_for_ever(self._encoder)
+            keep_for_ever(self._decoder_step)
+            self._inherited = True
+
+    def _sessions(self) -> tuple[InferenceSession, InferenceSession]:
+        """The encoder's and the decoder step's.
+
+        Raises:
+            RequestError: the model is closed.
+            BundleError: they were the parent's, and the files have changed since.
+        """
+        with self._lock:
+            if self._inherited:
+                self._encoder, self._decoder_step, self._inherited = self._load_encoder(), self._load_step(), False
+        encoder, decoder_step = self._encoder, self._decoder_step
+        if encoder is None or decoder_step is None:
+            raise RequestError("the model is closed", "load the bundle again")
+        return encoder, decoder_step
 
     def with_attention(self) -> OnnxModel:
         """A copy whose steps give attention; slower. The two share the encoder.
@@ -107,25 +141,21 @@ class OnnxModel(StepModel):
             RequestError: the bundle was exported without the graph for it, or the model is closed.
             BundleError: that graph does not load or is not of the expected form.
         """
-        if self._encoder is None:
-            raise RequestError("the model is closed", "load the bundle again")
+        self._sessions()
         if DECODER_STEP_ATTENTION not in self._files:
             raise RequestError(
                 f"the bundle has no {DECODER_STEP_ATTENTION}, so its steps cannot give attention",
                 "tfm-export onnx CHECKPOINT --attention",
             )
         model = copy.copy(self)
-        inputs = decoder_step_inputs(self.dimensions, self.float_type)
-        outputs = decoder_step_outputs(self.dimensions, self.float_type, attention=True)
-        model._decoder_step = self._load(DECODER_STEP_ATTENTION, inputs, outputs)  # noqa: SLF001 (a copy of this object)
         model.capabilities = replace(self.capabilities, gives_attention=True, offers_attention=False)
+        model._decoder_step = model._load_step()  # noqa: SLF001 (a copy of this object)
+        tell_of_forks(model)
         return model
 
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> OnnxSentences:
         """Run the encoder on a padded batch and set up its caches; see `StepModel.encode`."""
-        encoder, decoder_step = self._encoder, self._decoder_step
-        if encoder is None or decoder_step is None:
-            raise RequestError("the model is closed", "load the bundle again")
+        encoder, decoder_step = self._sessions()
         check_encode(source_ids, source_mask, capacity, dimensions=self.dimensions, limits=self.limits)
         memory = HostMemory(source_mask, capacity, self.dimensions, self.float_type, self._pools)
         binding = encoder.io_binding()
@@ -139,7 +169,8 @@ class OnnxModel(StepModel):
 
     def close(self) -> None:
         """Let go of the sessions, of files and of memory; what batches still need goes with the last of them."""
-        self._encoder = self._decoder_step = None
+        with self._lock:
+            self._encoder, self._decoder_step, self._inherited = None, None, False
         if self._closes_files:
             self._files.close()
         for pool in self._pools:

@@ -6,8 +6,9 @@ import logging
 import threading
 import weakref
 
-from tfm_export.errors import RequestError
+from tfm_export.errors import BackendUnavailable, RequestError
 from tfm_export.runtime.checks import check_encode
+from tfm_export.runtime.forks import keep_for_ever, tell_of_forks
 from tfm_export.runtime.gpu.compiled_graphs import DeviceGraphs
 from tfm_export.runtime.gpu.cuda import OutOfDeviceMemory, when_not_capturing
 from tfm_export.runtime.gpu.device_sentences import DeviceSentences
@@ -43,6 +44,14 @@ class DeviceModel(StepModel):
         self.capabilities = Capabilities(refill_at=REFILL_AT)
         self._workers = Workers(graphs, workers)
         self._close = weakref.finalize(self, when_not_capturing, self._workers.close)
+        self._forked = False
+        tell_of_forks(self)
+
+    def after_fork(self) -> None:
+        """Note that a fork cannot use the GPU by what its parent has opened, nor free it."""
+        self._forked = self._close.alive
+        self._close.detach()
+        keep_for_ever(self._workers)
 
     @property
     def capture_problem(self) -> str | None:
@@ -50,12 +59,22 @@ class DeviceModel(StepModel):
         return self._workers.capture_problem
 
     def encode(self, source_ids: Ids, source_mask: Mask, *, capacity: int) -> DeviceSentences:
-        """Run the encoder on a padded batch and set up its caches; see `StepModel.encode`."""
+        """Run the encoder on a padded batch and set up its caches; see `StepModel.encode`.
+
+        Raises:
+            BackendUnavailable: this is a fork of the process that loaded the model.
+        """
         self._check_open()
         check_encode(source_ids, source_mask, capacity, dimensions=self.dimensions, limits=self.limits)
         return DeviceSentences(self._workers.of_this_thread(), source_ids, source_mask, capacity)
 
     def _check_open(self) -> None:
+        if self._forked:
+            raise BackendUnavailable(
+                "the model was loaded onto a GPU by the process that this one was forked from, and CUDA does not work "
+                "in forks",
+                "load the bundle after the fork, in each process",
+            )
         if not self._close.alive:
             raise RequestError(*CLOSED)
 
