@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,7 +52,7 @@ class Session:
         self,
         machine: Machine,
         provider: Provider,
-        path: Path,
+        graph: bytes,
         options: Any,
         providers: Sequence[Any],
         enable_fallback: int,
@@ -62,7 +61,7 @@ class Session:
         assert (first, others) == (cuda_provider.PROVIDER, ["CPUExecutionProvider"])
         assert (settings["use_tf32"], enable_fallback) == ("0", 0)
         self._machine, self._provider, self.device = machine, provider, int(settings["device_id"])
-        self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self._session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
         self.types = {
             value.name: ONNX_TYPES[value.type] for value in (*self._session.get_inputs(), *self._session.get_outputs())
         }
@@ -167,8 +166,8 @@ def emulated_provider(machine: Machine | None = None, provider: Provider | None 
     provider = provider or Provider()
     with emulated_gpu(machine) as emulated, pytest.MonkeyPatch.context() as patch:
 
-        def session(path: Path, options: Any, providers: Sequence[Any], enable_fallback: int) -> Session:
-            return Session(emulated, provider, path, options, providers, enable_fallback)
+        def session(graph: bytes, options: Any, providers: Sequence[Any], enable_fallback: int) -> Session:
+            return Session(emulated, provider, graph, options, providers, enable_fallback)
 
         module = SimpleNamespace(
             __version__=provider.version,

@@ -17,6 +17,7 @@ import pytest
 import tfm_export
 from tests import skips
 from tests.conftest import build_tiny_model
+from tests.emulation.onnx_cuda import emulated_provider
 from tests.model.conftest import ROOT, WORDS
 from tests.once import Once
 from tfm_export import BundleError, RequestError
@@ -24,7 +25,8 @@ from tfm_export.bundle import MANIFEST, Bundle
 from tfm_export.graph import DECODER_STEP, DECODER_STEP_ATTENTION, ENCODER, WEIGHTS
 from tfm_export.model import Model
 from tfm_export.pinned_folder import pinned_folder
-from tfm_export.runtime.cpu import onnx_runtime, variant_files
+from tfm_export.runtime import variant_files
+from tfm_export.runtime.cpu import onnx_runtime
 
 FP32 = "onnx/fp32"
 load_module = importlib.import_module("tfm_export.model.load")  # whose name is also that of a function
@@ -117,6 +119,24 @@ def test_attention_that_is_first_wanted_after_a_swap_is_the_loaded_models(
         swap(served)
         assert_same(answers(model, attention=True), expected(versions / "old", attention=True))
         assert_same(answers(model, attention=False), expected(versions / "old", attention=False))
+
+
+@pytest.mark.parametrize("swap", SWAPS, ids=lambda swap: swap.__name__)
+def test_on_a_gpu_attention_is_the_loaded_models_too(
+    served: Path, versions: Path, swap: Callable[[Path], None]
+) -> None:
+    with emulated_provider(), tfm_export.load(served / "current", device=0) as model:
+        assert "GPU 0" in model.backend
+        swap(served)
+        found = answers(model, attention=True)
+    assert_same(found, expected(versions / "old", attention=True))
+
+
+def test_on_a_gpu_a_missing_graph_is_told_each_time(tiny_bundle: Path) -> None:
+    with emulated_provider(), tfm_export.load(tiny_bundle, device=0) as model:
+        for _ in range(2):
+            with pytest.raises(RequestError, match=r"the bundle has no decoder_step_attention\.onnx"):
+                model.generate("hello", return_attention=True)
 
 
 @pytest.mark.parametrize("copy", [None, False], ids=["copied", "mapped"])
@@ -227,7 +247,7 @@ def test_truncated_weights_end_no_process(served: Path, copy: bool | None, limit
     script = (
         TRUNCATED
         if limit is None
-        else f"from tfm_export.runtime.cpu import variant_files as v\nv.COPIED_UP_TO = {limit}\n{TRUNCATED}"
+        else f"from tfm_export.runtime import variant_files as v\nv.COPIED_UP_TO = {limit}\n{TRUNCATED}"
     )
     weights = served / "old" / FP32 / WEIGHTS
     done = subprocess.run(

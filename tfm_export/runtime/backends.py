@@ -21,10 +21,10 @@ from tfm_export.errors import BackendUnavailable, BundleError, RequestError, Tfm
 from tfm_export.extras import require_onnxruntime
 from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.cpu.saturation import saturation_note
-from tfm_export.runtime.cpu.variant_files import VariantFiles
 from tfm_export.runtime.gpu import cuda
 from tfm_export.runtime.speculative import SpeculativeModel
 from tfm_export.runtime.step_model import StepModel
+from tfm_export.runtime.variant_files import VariantFiles
 
 LOG = logging.getLogger(__name__)
 BACKENDS = ("auto", "onnxruntime", "tensorrt")
@@ -98,7 +98,7 @@ class BackendChoice:
 
             files = VariantFiles(bundle, self.variant, copy=copy)
             attending = functools.partial(attending_on_cpu, bundle, self.variant, threads, files=files)
-            return OnnxCudaModel(bundle, variant=self.variant, device=self.gpu, attending=attending)
+            return OnnxCudaModel(bundle, variant=self.variant, device=self.gpu, attending=attending, files=files)
         from tfm_export.runtime.cpu.onnx_runtime import OnnxModel
 
         model, *drafts = (OnnxModel(bundle, variant=variant, threads=threads, copy=copy) for variant in self.variants)

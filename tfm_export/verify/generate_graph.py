@@ -17,9 +17,9 @@ from tfm_export.precision import PRECISIONS
 from tfm_export.progress import Progress
 from tfm_export.runtime.cpu.onnx_runtime import OnnxModel, load_session
 from tfm_export.runtime.cpu.saturation import one_session_has_both
-from tfm_export.runtime.cpu.variant_files import VariantFiles
 from tfm_export.runtime.onnx_sessions import run_feeds
 from tfm_export.runtime.threads import threads_to_use
+from tfm_export.runtime.variant_files import VariantFiles
 from tfm_export.verify.golden import Golden, compare_search, read_golden
 from tfm_export.verify.report import GenerationComparison
 

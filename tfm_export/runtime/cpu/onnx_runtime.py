@@ -34,11 +34,11 @@ from tfm_export.precision import PRECISIONS
 from tfm_export.runtime.checks import check_encode, check_finite, check_step_arrays, check_steps, step_problems
 from tfm_export.runtime.cpu.host_memory import HostMemory, HostPool
 from tfm_export.runtime.cpu.saturation import needs_wide_sums
-from tfm_export.runtime.cpu.variant_files import VariantFiles
 from tfm_export.runtime.forks import keep_for_ever, tell_of_forks
 from tfm_export.runtime.onnx_sessions import check_form, run_bound, session_options
 from tfm_export.runtime.step_model import Capabilities, Floats, Ids, Mask, Sentences, StepModel, StepOutput, Until
 from tfm_export.runtime.threads import threads_to_use
+from tfm_export.runtime.variant_files import VariantFiles
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession, IOBinding
@@ -75,7 +75,7 @@ class OnnxModel(StepModel):
             exact: compute with the numbers that the files of a quantised variant hold, in float32: slower, and weights
                 take the memory of fp32. Otherwise ONNX Runtime also rounds the activations of w8 and w4 to 8 bits.
             copy: read the weights into memory instead of mapping them; None for what their size suggests.
-            files: of the variant, as they were when it was loaded on a GPU.
+            files: of the variant, as they were when it was loaded on a GPU, which closes them.
 
         Raises:
             BackendUnavailable: the CPU provider has no kernels for the variant's numbers.
@@ -90,6 +90,7 @@ class OnnxModel(StepModel):
         self._pools = HostPool(), HostPool()
         self.capabilities = Capabilities(offers_attention=True, steps_greedily=True, packs=True, threads=threads)
         self.float_type = PRECISIONS[variant].float_type
+        self._closes_files = files is None
         self._files = files or VariantFiles(bundle, variant, folder=folder, copy=copy)
         self._threads, self._exact = threads, exact
         self._lock, self._inherited = threading.Lock(), False
@@ -170,7 +171,8 @@ class OnnxModel(StepModel):
         """Let go of the sessions, of files and of memory; what batches still need goes with the last of them."""
         with self._lock:
             self._encoder, self._decoder_step, self._inherited = None, None, False
-        self._files.close()
+        if self._closes_files:
+            self._files.close()
         for pool in self._pools:
             pool.close()
 

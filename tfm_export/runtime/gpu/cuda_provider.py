@@ -21,6 +21,7 @@ from tfm_export.graph import TensorSpec
 from tfm_export.precision import FLOATS
 from tfm_export.runtime.gpu import cuda
 from tfm_export.runtime.onnx_sessions import check_form, session_options
+from tfm_export.runtime.variant_files import VariantFiles
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -101,12 +102,13 @@ def _load_libraries() -> None:
 
 
 def load_cuda_session(
-    path: Path, inputs: list[TensorSpec], outputs: list[TensorSpec], *, device: int, threads: int
+    files: VariantFiles, name: str, inputs: list[TensorSpec], outputs: list[TensorSpec], *, device: int, threads: int
 ) -> InferenceSession:
     """Load a graph onto a GPU, and compare its inputs and outputs with the table.
 
     Args:
-        path: the graph.
+        files: of its variant.
+        name: of the graph.
         inputs: as the table says.
         outputs: as the table says.
         device: the number of the GPU.
@@ -116,11 +118,15 @@ def load_cuda_session(
         BackendUnavailable: the provider does not take the graph, or leaves some of it to the CPU.
         BundleError: the graph does not load, or differs from the table.
     """
-    options = session_options(threads)
+    path, options = files.folder / name, session_options(threads)
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     providers = [(PROVIDER, {**PROVIDER_OPTIONS, "device_id": str(device)}), "CPUExecutionProvider"]
     try:
-        session = onnxruntime.InferenceSession(path, options, providers=providers, enable_fallback=0)
+        kept = files.give_weights(options)
+        session = onnxruntime.InferenceSession(files.graph(name), options, providers=providers, enable_fallback=0)
+        del kept
+    except BundleError:
+        raise
     except Exception as problem:  # its exceptions have no base class of their own
         raise BundleError(
             f"{path} cannot be loaded by ONNX Runtime {onnxruntime.__version__} on GPU {device}: {problem}",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +32,7 @@ from tfm_export.runtime.gpu.cuda_provider import check_cuda_provider, load_cuda_
 from tfm_export.runtime.gpu.device_memory import RowShape
 from tfm_export.runtime.gpu.device_model import MOST_WORKERS, DeviceModel
 from tfm_export.runtime.step_model import StepModel
+from tfm_export.runtime.variant_files import VariantFiles
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession, IOBinding
@@ -53,6 +53,7 @@ class OnnxCudaModel(DeviceModel):
         device: int = 0,
         attending: Callable[[], StepModel],
         workers: int = MOST_WORKERS,
+        files: VariantFiles | None = None,
     ) -> None:
         """Load the two graphs of a variant.
 
@@ -62,6 +63,7 @@ class OnnxCudaModel(DeviceModel):
             device: the number of the GPU.
             attending: loads a model of the same variant whose steps give attention; those of the GPU give none.
             workers: the most threads that run at the same time.
+            files: of the variant; None for those that are there now.
 
         Raises:
             BackendUnavailable: see `check_cuda_provider`; or the provider lacks kernels for the variant, or the GPU's
@@ -70,10 +72,10 @@ class OnnxCudaModel(DeviceModel):
             RequestError: workers is less than 1.
         """
         bundle.variant_path(variant)
-        folder = bundle.folder / "onnx" / variant
         check_cuda_provider(device, variant=variant)
+        self._files = files or VariantFiles(bundle, variant)
         try:
-            super().__init__(_load(bundle, folder, PRECISIONS[variant], device), workers)
+            super().__init__(_load(bundle, self._files, PRECISIONS[variant], device), workers)
             self._try()
         except cuda.OutOfDeviceMemory as problem:
             raise BackendUnavailable(problem.problems, 'end what else uses the GPU, or device="cpu"') from problem
@@ -97,15 +99,20 @@ class OnnxCudaModel(DeviceModel):
         self._check_open()
         return self._attending()
 
+    def close(self) -> None:
+        """Let go of files, too; see `StepModel.close`."""
+        super().close()
+        self._files.close()
 
-def _load(bundle: Bundle, folder: Path, precision: Precision, device: int) -> DeviceGraphs:
+
+def _load(bundle: Bundle, files: VariantFiles, precision: Precision, device: int) -> DeviceGraphs:
     """Load the two graphs of a variant."""
     dimensions, limits, kind = bundle.manifest.dimensions, bundle.manifest.limits, precision.float_type
     encoder = SessionGraph(
-        folder / ENCODER, encoder_inputs(), encoder_outputs(dimensions, kind), device, limits.max_source_length
+        files, ENCODER, encoder_inputs(), encoder_outputs(dimensions, kind), device, limits.max_source_length
     )
     inputs, outputs = decoder_step_inputs(dimensions, kind), decoder_step_outputs(dimensions, kind)
-    step = SessionGraph(folder / DECODER_STEP, inputs, outputs, device, limits.max_source_length)
+    step = SessionGraph(files, DECODER_STEP, inputs, outputs, device, limits.max_source_length)
     return DeviceGraphs(
         gpu=cuda.open_gpu(device),
         encoder=encoder,
@@ -122,7 +129,8 @@ class SessionGraph(CompiledGraph):
     """A graph that a session of ONNX Runtime's CUDA provider runs.
 
     Args:
-        path: the file.
+        files: of its variant.
+        name: of its file.
         inputs: as the graph's table says.
         outputs: as the graph's table says.
         device: the number of the GPU.
@@ -133,11 +141,19 @@ class SessionGraph(CompiledGraph):
     workspace_bytes = 0
 
     def __init__(
-        self, path: Path, inputs: list[TensorSpec], outputs: list[TensorSpec], device: int, longest: int
+        self,
+        files: VariantFiles,
+        name: str,
+        inputs: list[TensorSpec],
+        outputs: list[TensorSpec],
+        device: int,
+        longest: int,
     ) -> None:
-        self.path, self.inputs, self.outputs, self.device = path, inputs, outputs, device
+        self.path, self.inputs, self.outputs, self.device = files.folder / name, inputs, outputs, device
         self.profiles = [Profile(index=0, batch=MOST_ROWS, source=longest, query=ANY)]
-        self._session: InferenceSession | None = load_cuda_session(path, inputs, outputs, device=device, threads=1)
+        self._session: InferenceSession | None = load_cuda_session(
+            files, name, inputs, outputs, device=device, threads=1
+        )
 
     def context(self, profile: Profile, stream: CudaStream, workspace: DeviceBuffer) -> SessionContext:  # noqa: ARG002
         """What runs it: the session takes its own stream and memory."""
