@@ -342,3 +342,12 @@ def test_options_given_whole_are_decoded_together_too(model: Model) -> None:
     whole = model.generate("hello", max_decoding_length=8).tokens
     for n, one in enumerate(pending, 1):
         assert one.result(60).tokens == whole[:n]
+
+
+def test_an_empty_list_has_an_empty_answer(tiny_bundle: Path) -> None:
+    model = tfm_export.load(tiny_bundle, threads=1, workers=1)
+    assert model.generate_async([]).result(10) == model.generate([]) == []
+    assert model.generate_ids_async([]).result(10) == []
+    begin = time.monotonic()
+    model.close(drain=30.0)  # nothing is due
+    assert time.monotonic() - begin < 10

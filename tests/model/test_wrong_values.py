@@ -164,6 +164,8 @@ def test_too_little_memory_is_told(model: Model, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(model.step_model, "encode", lambda *_, **__: small([0, 0]))
     (answer,) = model.generate_iterable(["hello"], on_error="yield")
     assert str(answer).startswith("there is not enough memory to decode this")
+    with pytest.raises(RequestError, match="there is not enough memory to decode this"):
+        model.generate_async("hello").result(60)
 
 
 def test_options_and_requests_refuse_booleans() -> None:

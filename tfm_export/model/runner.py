@@ -31,6 +31,8 @@ from tfm_export.tokenizer import Tokenizer
 OnError = Literal["raise", "yield"]
 ON_ERROR = ("raise", "yield")
 
+NO_MEMORY = "there is not enough memory to decode this", "a smaller beam_size"  # a problem and a hint
+
 # Sources are sorted by length within so many batches.
 BATCHES_AHEAD = 16
 
@@ -158,7 +160,7 @@ class Runner:
             return [self._answered(*pair, options) for pair in zip(sources, results, strict=True)]
         except MemoryError:
             if len(sources) == 1:
-                return [RequestError("there is not enough memory to decode this", "a smaller beam_size")]
+                return [RequestError(*NO_MEMORY)]
         except (RequestError, NumericError) as error:
             if len(sources) == 1:
                 return [error]

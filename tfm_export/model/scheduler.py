@@ -21,11 +21,11 @@ from functools import partial
 from tfm_export.decoding import DecodingSession, Reason, Request, Result, SettledToken
 from tfm_export.decoding.session import unbegun
 from tfm_export.decoding.waiting import WaitingRequests
-from tfm_export.errors import ModelClosed, Overloaded
+from tfm_export.errors import ModelClosed, Overloaded, RequestError
 from tfm_export.model.answers import Generation, Mailbox, joined
 from tfm_export.model.observer import Observer, Report
 from tfm_export.model.requests import Call, Source
-from tfm_export.model.runner import Runner
+from tfm_export.model.runner import NO_MEMORY, Runner
 from tfm_export.runtime.forks import tell_of_forks
 
 SPARE_LANES = 4  # open batches that a worker keeps while nobody is in them
@@ -288,9 +288,15 @@ class Scheduler:
                 elif tasks and not ticket.call.options.return_alternatives:
                     self._put_in(ticket, tasks)
                     continue
-            if tasks and not ticket.future.cancelled():
-                ticket.tasks, ticket.missing = tasks, len(tasks)
-                self._decode_alone(tasks)
+                elif not tasks:  # an empty list has its answer; so has what failed
+                    self._unanswered.discard(ticket)
+            if ticket.future.done():
+                continue
+            if not tasks:
+                _resolve(ticket.future, [])
+                continue
+            ticket.tasks, ticket.missing = tasks, len(tasks)
+            self._decode_alone(tasks)
 
     def _tasks(self, ticket: Ticket) -> list[Task]:
         options = ticket.call.options
@@ -433,6 +439,8 @@ class Scheduler:
                 options = replace(options, num_hypotheses=1)  # the others are tasks of their own
             try:
                 self._settle(task, self._runner.answers([source], options)[0])
+            except MemoryError:
+                self._settle(task, RequestError(*NO_MEMORY))
             except Exception as found:  # noqa: BLE001 (the caller is told)
                 self._settle(task, found)
 
