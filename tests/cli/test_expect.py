@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 
 from tests.checkpoints.test_adapter import IDS, Alibi
 from tests.checkpoints.test_adapter import load as load_alibi
+from tests.cli.conftest import Invoke
 from tests.once import Once
 from tests.oracles.own_model import RIGHT, WORDS, own_json, own_lines, own_model, save_own
 from tfm_export.bundle import GOLDEN, Bundle
-from tfm_export.cli import cli
 from tfm_export.errors import ParityError
 from tfm_export.export import export_bundle, stage
 from tfm_export.verify import parse_expectations, read_golden
@@ -26,7 +24,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_torch_thread"),
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
 ]
-Invoke = Callable[..., Result]
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +41,6 @@ def own(once: Once) -> Path:
         export_bundle(checkpoint, folder / "wrong", settings={**RIGHT, "heads": 2}, inputs=["otter"])
 
     return once("own_model", make)
-
-
-@pytest.fixture
-def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> Result:
-        return CliRunner().invoke(cli, [str(a) for a in arguments])
-
-    return run
 
 
 @pytest.fixture

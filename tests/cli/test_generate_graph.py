@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
-from tests.cli.test_onnx import invoke, quick_graphs
+from tests.cli.conftest import Invoke
+from tests.cli.test_onnx import quick_graphs
 from tfm_export import generate_graph as stage
 from tfm_export.bundle import Bundle
 from tfm_export.cli import cli
 
-__all__ = ["invoke", "quick_graphs"]
-
-Invoke = Callable[..., Result]
+__all__ = ["quick_graphs"]
 FILE = "onnx/fp32/generate.onnx"
 
 

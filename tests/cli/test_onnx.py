@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from reference_model import save_checkpoint
+from tests.cli.conftest import Invoke
 from tests.conftest import build_tiny_checkpoint
 from tfm_export.bundle import GOLDEN, Bundle
 from tfm_export.cli import cli
 from tfm_export.export import stage
 from tfm_export.verify import ParityReport, TensorComparison, read_golden
-
-Invoke = Callable[..., Result]
-
-
-@pytest.fixture
-def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    """Runs a command in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> Result:
-        return CliRunner().invoke(cli, [str(a) for a in arguments])
-
-    return run
 
 
 @pytest.fixture

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 import tfm_export
-from tfm_export.cli import cli
+from tests.cli.conftest import Invoke
 from tfm_export.cli import quantize as command
 from tfm_export.quantize import METHODS, METRICS, speed
 
-Invoke = Callable[..., Result]
 ANY = ("--min-agreement", "0", "--keep", "--threads", "1")
 
 
 @pytest.fixture
-def invoke(tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+def invoke(invoke: Invoke, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
     """Runs a command in a folder that holds the tiny bundle as tfm_bundle."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(speed, "SECONDS", 0.0)
     shutil.copytree(tiny_bundle, "tfm_bundle")
-
-    def run(*arguments: object) -> Result:
-        return CliRunner().invoke(cli, [str(a) for a in arguments])
-
-    return run
+    return invoke
 
 
 def test_the_help_names_what_the_library_has() -> None:

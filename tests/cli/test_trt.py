@@ -9,15 +9,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
+from tests.cli.conftest import Invoke
 from tests.trt.conftest import engine_bundle, rtx, unchanged
 from tfm_export.bundle import Bundle
-from tfm_export.cli import cli
 from tfm_export.cli import trt as trt_command
 from tfm_export.engines import read_engine
 from tfm_export.export import export_bundle
@@ -25,15 +23,7 @@ from tfm_export.precision import PRECISIONS
 from tfm_export.trt import options as trt_options
 
 __all__ = ["engine_bundle", "rtx"]
-Invoke = Callable[..., Result]
 SMALL = ("--flavor", "rtx", "--no-verify", "--max-beam-size", "2", "--max-target-length", "20")
-
-
-@pytest.fixture
-def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    """Runs a command in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: CliRunner().invoke(cli, [str(a) for a in arguments])
 
 
 @pytest.fixture

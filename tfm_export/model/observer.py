@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 LOG = logging.getLogger("tfm_export")
@@ -74,19 +75,11 @@ class Observers(Observer):
 
     def queued(self, waiting: int) -> None:
         """Tell all."""
-        for observer in self._observers:
-            try:
-                observer.queued(waiting)
-            except Exception:
-                LOG.exception("an observer failed")
+        self._tell(lambda observer: observer.queued(waiting))
 
     def stepped(self, size: int, seconds: float) -> None:
         """Tell all."""
-        for observer in self._observers:
-            try:
-                observer.stepped(size, seconds)
-            except Exception:
-                LOG.exception("an observer failed")
+        self._tell(lambda observer: observer.stepped(size, seconds))
 
     def answered(self, report: Report) -> None:
         """Tell all, and write a line to the log."""
@@ -101,8 +94,11 @@ class Observers(Observer):
                 1e3 * report.queue_seconds,
                 extra=vars(report),
             )
+        self._tell(lambda observer: observer.answered(report))
+
+    def _tell(self, tell: Callable[[Observer], None]) -> None:
         for observer in self._observers:
             try:
-                observer.answered(report)
+                tell(observer)
             except Exception:
                 LOG.exception("an observer failed")
