@@ -13,12 +13,21 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepModel, StepOutput, WrappedModel
+from tfm_export.runtime.step_model import (
+    Floats,
+    Ids,
+    Mask,
+    Sentences,
+    StepModel,
+    StepOutput,
+    Until,
+    WrappedModel,
+    WrappedSentences,
+)
 
 
 class TimedModel(WrappedModel):
@@ -37,32 +46,31 @@ class TimedModel(WrappedModel):
         return _TimedSentences(super().encode(source_ids, source_mask, capacity=capacity), self.ends)
 
 
-class _TimedSentences:
+class _TimedSentences(WrappedSentences):
     def __init__(self, sentences: Sentences, ends: list[float]) -> None:
-        self._sentences, self._ends = sentences, ends
+        super().__init__(sentences)
+        self._ends = ends
 
-    def step(self, *arrays: Any, **options: Any) -> StepOutput:
-        output = self._sentences.step(*arrays, **options)
+    def step(
+        self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, full: bool = False
+    ) -> StepOutput:
+        output = super().step(target_ids, positions, write_index, self_mask, full=full)
         self._ends.append(time.perf_counter())
         return output
 
-    def step_greedily(self, *arrays: Any, until: Callable[[list[int]], bool], **options: Any) -> tuple[Ids, Floats]:
+    def step_greedily(
+        self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, steps: int, until: Until
+    ) -> tuple[Ids, Floats]:
         begun = len(self._ends)
 
         def timed(tokens: list[int]) -> bool:
             self._ends.append(time.perf_counter())
             return until(tokens)
 
-        found = self._sentences.step_greedily(*arrays, until=timed, **options)
+        found = super().step_greedily(target_ids, positions, write_index, self_mask, steps=steps, until=timed)
         if len(self._ends) - begun < found[0].shape[1]:  # nobody asks after the last step
             self._ends.append(time.perf_counter())
         return found
-
-    def append(self, other: Any) -> None:
-        self._sentences.append(other._sentences)  # noqa: SLF001 (of the same class)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sentences, name)
 
 
 def peak_megabytes() -> float:

@@ -292,3 +292,74 @@ class WrappedModel(StepModel):
         other = copy.copy(self)
         WrappedModel.__init__(other, self._model.with_attention())
         return other
+
+
+class WrappedSentences(Sentences):
+    """Sentences that pass everything on to others; what changes or watches a step begins with this."""
+
+    def __init__(self, sentences: Sentences) -> None:
+        self._sentences = sentences
+
+    @property
+    def size(self) -> int:
+        """B: rows in use."""
+        return self._sentences.size
+
+    @property
+    def capacity(self) -> int:
+        """C: slots of each row."""
+        return self._sentences.capacity
+
+    def step(
+        self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, full: bool = False
+    ) -> StepOutput:
+        """Take a step; see `Sentences.step`."""
+        return self._sentences.step(target_ids, positions, write_index, self_mask, full=full)
+
+    def grow(self, capacity: int) -> None:
+        """Give every row more slots; see `Sentences.grow`."""
+        self._sentences.grow(capacity)
+
+    def move(self, source: int, target: int) -> None:
+        """Copy a row over another; see `Sentences.move`."""
+        self._sentences.move(source, target)
+
+    def shrink(self, size: int) -> None:
+        """Keep the first rows; see `Sentences.shrink`."""
+        self._sentences.shrink(size)
+
+    def read(self, name: str) -> Floats:
+        """Copy a cache; see `Sentences.read`."""
+        return self._sentences.read(name)
+
+    def append(self, other: Sentences) -> None:
+        """Copy the rows of others that are wrapped likewise; see `Sentences.append`."""
+        assert isinstance(other, WrappedSentences), "sentences of another model"
+        self._sentences.append(other._sentences)  # noqa: SLF001 (of its own kind)
+
+    def step_greedily(
+        self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, steps: int, until: Until
+    ) -> tuple[Ids, Floats]:
+        """Take several steps; see `Sentences.step_greedily`."""
+        return self._sentences.step_greedily(target_ids, positions, write_index, self_mask, steps=steps, until=until)
+
+    def step_beams(
+        self,
+        target_ids: Ids,
+        positions: Ids,
+        write_index: Ids,
+        self_mask: Mask,
+        scores: NDArray[np.float64],
+        *,
+        end_ids: Ids,
+        steps: int,
+        until: Callable[[], bool],
+    ) -> BeamSteps:
+        """Take several steps of beams; see `Sentences.step_beams`."""
+        return self._sentences.step_beams(
+            target_ids, positions, write_index, self_mask, scores, end_ids=end_ids, steps=steps, until=until
+        )
+
+    def pack(self, slots: Ids, capacity: int) -> None:
+        """Give up slots; see `Sentences.pack`."""
+        self._sentences.pack(slots, capacity)

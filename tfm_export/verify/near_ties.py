@@ -10,7 +10,16 @@ import numpy as np
 
 from tfm_export.bundle import SpecialIds
 from tfm_export.decoding import DecodeOptions, generate
-from tfm_export.runtime.step_model import Floats, Ids, Mask, Sentences, StepModel, StepOutput, WrappedModel
+from tfm_export.runtime.step_model import (
+    Floats,
+    Ids,
+    Mask,
+    Sentences,
+    StepModel,
+    StepOutput,
+    WrappedModel,
+    WrappedSentences,
+)
 
 TRIALS = 16
 
@@ -70,17 +79,10 @@ class _MovedModel(WrappedModel):
         """The model is its owner's to close."""
 
 
-class _MovedSentences(Sentences):
+class _MovedSentences(WrappedSentences):
     def __init__(self, sentences: Sentences, model: _MovedModel) -> None:
-        self._sentences, self._model = sentences, model
-
-    @property
-    def size(self) -> int:
-        return self._sentences.size
-
-    @property
-    def capacity(self) -> int:
-        return self._sentences.capacity
+        super().__init__(sentences)
+        self._model = model
 
     def step(
         self, target_ids: Ids, positions: Ids, write_index: Ids, self_mask: Mask, *, full: bool = False
@@ -93,22 +95,3 @@ class _MovedSentences(Sentences):
         count = output.top_ids.shape[-1]
         ids = np.argsort(-log_probs, axis=-1, kind="stable")[..., :count]
         return replace(output, top_log_probs=np.take_along_axis(log_probs, ids, -1), top_ids=ids, log_probs=log_probs)
-
-    def grow(self, capacity: int) -> None:
-        self._sentences.grow(capacity)
-
-    def move(self, source: int, target: int) -> None:
-        self._sentences.move(source, target)
-
-    def shrink(self, size: int) -> None:
-        self._sentences.shrink(size)
-
-    def read(self, name: str) -> Floats:
-        return self._sentences.read(name)
-
-    def append(self, other: Sentences) -> None:
-        assert isinstance(other, _MovedSentences), "sentences of another model"
-        self._sentences.append(other._sentences)  # noqa: SLF001 (of its own class)
-
-    def pack(self, slots: Ids, capacity: int) -> None:
-        self._sentences.pack(slots, capacity)
